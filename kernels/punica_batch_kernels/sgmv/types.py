@@ -1,0 +1,80 @@
+"""What the SGMV kernels are given, the same for every backend.
+
+Semantics (Punica paper, section 4): rows ``x[seg_indptr[i] : seg_indptr[i + 1]]`` all belong to the adapter in slot
+``lora_indices[i]`` (-1: the base model, nothing is added)::
+
+    shrink   v[rows of i] = x[rows of i] @ A[slot].T          h_in -> r
+    expand   y[rows of i, slice] += v[rows of i] @ B[slot].T  r -> h_out      (the LoRA scale is folded into B)
+
+Projections that share x (Q/K/V; gate/up) are *slices* of one fused group: one shrink computes all their v side by
+side, one expand adds all their y. A slice's rank is the adapter's own for that projection: 0 where it has none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """A step's rows grouped by adapter; built once a step, used by every layer.
+
+    ``seg_indptr`` int32 [S + 1], rising from 0 to the number of rows; ``lora_indices`` int32 [S], slot or -1.
+    The ``_host`` tuples are the same numbers for backends that loop on the host.
+    """
+
+    seg_indptr: Tensor
+    lora_indices: Tensor
+    seg_indptr_host: tuple[int, ...]
+    lora_indices_host: tuple[int, ...]
+
+    @classmethod
+    def build(cls, seg_indptr: list[int], lora_indices: list[int], device: torch.device | str = "cpu") -> Segments:
+        """Raises ``ValueError`` unless starts rise from 0 and there is one slot a segment."""
+        if len(seg_indptr) != len(lora_indices) + 1 or seg_indptr[0] != 0:
+            raise ValueError("seg_indptr needs one more entry than lora_indices and must begin with 0")
+        if any(b < a for a, b in zip(seg_indptr, seg_indptr[1:], strict=False)):
+            raise ValueError("seg_indptr must not fall")
+        return cls(
+            torch.tensor(seg_indptr, dtype=torch.int32, device=device),
+            torch.tensor(lora_indices, dtype=torch.int32, device=device),
+            tuple(seg_indptr),
+            tuple(lora_indices),
+        )
+
+    @property
+    def has_lora(self) -> bool:
+        return any(slot >= 0 for slot in self.lora_indices_host)
+
+
+@dataclass(slots=True)
+class SlotWeights:
+    """One adapter's weights for one fused group of one layer, as views into the store's packed buffer.
+
+    ``a`` [sum of ranks, h_in]: the slices' A stacked. ``b``: one [h_out of the slice, rank] a slice, scale folded in
+    (None where the rank is 0). ``ranks``: one a slice.
+    """
+
+    a: Tensor
+    b: tuple[Tensor | None, ...]
+    ranks: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class LoraGroup:
+    """One fused group (for example layer 3's Q/K/V) across all slots.
+
+    ``out_offsets`` [slices + 1]: where each slice begins in y. ``slots[s]`` is None while slot s holds no adapter
+    or its adapter does not touch this group. ``max_rank_sum`` bounds the width of v.
+    """
+
+    in_features: int
+    out_offsets: tuple[int, ...]
+    slots: list[SlotWeights | None] = field(default_factory=list)
+
+    @property
+    def max_rank_sum(self) -> int:
+        return max((s.a.shape[0] for s in self.slots if s is not None), default=0)

@@ -1,0 +1,97 @@
+"""The exception tree.
+
+    PunicaError                 every error this package raises on purpose; carries an exit code
+    ├── UsageError        (2)   the command line or the Python call is wrong
+    ├── ValidationError   (4)   input, model, adapters or job file are wrong, found before any work
+    │   ├── ConfigError         a job file: unknown key, wrong type
+    │   ├── InputError          input files: missing column, type, schema, hidden column
+    │   ├── ModelError          a model folder: unknown architecture, field not honoured
+    │   ├── AdapterError        an adapter: refused by name, missing tensor, wrong shape
+    │   └── BindingError        a resume whose input, model, adapter or options have changed
+    ├── JobError          (1)   the job failed; running it again may succeed
+    │   └── WorkerError         a worker process failed more often than allowed
+    ├── Interrupted       (75)  stopped by a signal, a time limit; running again continues
+    │   ├── OutputLocked        another run holds the output
+    │   ├── DiskFull            no room for journal or parts
+    │   └── StoreAway           a file store does not answer after the retries
+    └── RowError                one row cannot be run; becomes that row's ``error`` column
+
+Messages are one line: what, where, what to do. They never contain prompt text or credentials.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class PunicaError(Exception):
+    """Root of all errors raised on purpose; ``exit_code`` is the process's exit status."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class UsageError(PunicaError):
+    exit_code = 2
+
+
+class ValidationError(PunicaError):
+    exit_code = 4
+
+
+class ConfigError(ValidationError):
+    pass
+
+
+class InputError(ValidationError):
+    pass
+
+
+class ModelError(ValidationError):
+    pass
+
+
+class AdapterError(ValidationError):
+    pass
+
+
+class BindingError(ValidationError):
+    pass
+
+
+class JobError(PunicaError):
+    exit_code = 1
+
+
+class WorkerError(JobError):
+    pass
+
+
+class Interrupted(PunicaError):
+    exit_code = 75
+
+
+class OutputLocked(Interrupted):
+    pass
+
+
+class DiskFull(Interrupted):
+    pass
+
+
+class StoreAway(Interrupted):
+    pass
+
+
+class RowError(PunicaError):
+    """One row's failure. ``str(error)`` is ``code: sentence``, the value of the ``error`` column.
+
+    The codes are stable and listed in ``docs/reference.md``.
+    """
+
+    def __init__(self, code: str, sentence: str) -> None:
+        super().__init__(f"{code}: {sentence}")
+        self.code = code
+        self.sentence = sentence
+
+    def __reduce__(self) -> tuple[type[RowError], tuple[str, str]]:
+        return RowError, (self.code, self.sentence)
