@@ -14,9 +14,10 @@ from punica_batch.types import SamplingParams
 
 Positive = Annotated[int, Field(ge=1)]
 
-# What decides the generations and the output's columns: bound into the plan, refused when changed on resume.
+# What decides the generations and the output's columns: bound into the plan, refused when changed on resume. Model
+# and tokenizer are bound by their digests instead, so they may lie elsewhere next time.
 BINDING_FIELDS = (
-    "model", "revision", "tokenizer", "dtype", "kv_cache_dtype", "max_model_len",
+    "dtype", "kv_cache_dtype", "max_model_len",
     "temperature", "top_p", "top_k", "min_p", "max_tokens", "stop", "seed", "n", "logprobs", "ignore_eos",
     "chat_template", "apply_chat_template", "prompt_template",
     "prompt_column", "lora_column", "id_column", "messages_column", "columns", "output_prefix",

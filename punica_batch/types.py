@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -148,3 +148,4 @@ class WorkerStats:
 
 
 JsonDict = dict[str, Any]
+Dtype = Literal["float32", "float16", "bfloat16"]  # by torch's names

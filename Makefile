@@ -1,0 +1,36 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test check gpu-test bench clean
+
+demo: $(VENV)/.installed  ## install, run the sample job, show what came out
+	$(BIN)/punica-batch run sample_data/requests.parquet --show 24
+
+test: $(VENV)/.dev  ## all tests that need no GPU
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+check: $(VENV)/.dev  ## style, types, import rules
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+gpu-test: $(VENV)/.dev  ## on a machine with an NVIDIA GPU
+	$(BIN)/python -m pytest tests/gpu -m gpu -rs
+
+bench: $(VENV)/.dev  ## the CPU benchmark; run it on a quiet machine
+	$(BIN)/python benchmarks/cpu_speed.py
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP_INSTALL) -e .
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.installed
+	$(PIP_INSTALL) -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis
