@@ -1,0 +1,144 @@
+"""The memory plan: what fits, what pays, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from punica_batch.errors import ValidationError
+from punica_batch.planner.memory import MemoryPlan, memory_plan
+
+MIB = 2**20
+
+
+def plan(**changes: Any) -> MemoryPlan:
+    values: dict[str, Any] = {
+        "total_bytes": 1000 * MIB,
+        "weight_bytes": 400 * MIB,
+        "kv_bytes_per_block": MIB,
+        "block_size": 16,
+        "max_model_len": 160,
+        "max_num_batched_tokens": 2048,
+        "slot_bytes": 10 * MIB,
+        "num_adapters": 5,
+    }
+    return memory_plan(**{**values, **changes})
+
+
+def test_all_adapters_stay_and_the_rest_is_kv() -> None:
+    got = plan()
+    assert (got.max_loras, got.adapter_bytes) == (5, 50 * MIB)
+    assert got.num_blocks == 550
+    assert got.max_num_seqs == 55  # rows of 10 blocks
+    assert got.adapters_fit == 59  # beside the 10 blocks of one row
+    assert got.reasons[1] == "5 adapter slots of 10.0 MiB for the job's 5: all stay loaded (at most 59 fit)"
+
+
+def test_many_adapters_get_a_quarter_and_the_plan_says_so() -> None:
+    got = plan(num_adapters=300)
+    assert got.max_loras == 15
+    assert "15 adapter slots of 10.0 MiB for the job's 300: a quarter" in got.reasons[1]
+    assert "the others load on demand" in got.reasons[1]
+    assert plan(num_adapters=300, slot_bytes=1).max_loras == 256
+    # two slots although they take more than a quarter, so that one loads while one runs
+    assert plan(num_adapters=300, slot_bytes=200 * MIB).max_loras == 2
+    assert plan(num_adapters=300, slot_bytes=300 * MIB).max_loras == 1
+    assert plan(num_adapters=0).max_loras == 1
+
+
+def test_the_batch_cap_is_what_pays() -> None:
+    big = {"total_bytes": 100_000 * MIB}
+    assert plan(**big).max_num_seqs == 256
+    assert plan(**big).num_blocks == 2560  # no more than 256 rows of full length can use
+    assert plan(**big, num_sequences=7).max_num_seqs == 7
+    assert plan(**big, num_sequences=7).num_blocks == 70
+    assert plan(**big, max_num_batched_tokens=100).max_num_seqs == 100
+    assert plan(**big, max_num_seqs=300).max_num_seqs == 300
+    assert plan(**big, max_num_seqs=300, max_num_batched_tokens=100).max_num_seqs == 100
+    assert plan(row_tokens=[16, 32, 48]).max_num_seqs == 256
+    assert plan(row_tokens=[60, 61]).max_num_seqs == 550 // 4
+    assert plan(row_tokens=[10_000]).max_num_seqs == 55
+    assert plan(num_sequences=0).max_num_seqs == 1
+
+
+def test_weights_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValidationError, match=r"needs 1000\.0 MiB .* may use 1000\.0 MiB"):
+        plan(weight_bytes=1000 * MIB)
+    with pytest.raises(ValidationError, match="the model needs"):
+        plan(workspace_bytes=600 * MIB)
+
+
+def test_a_full_row_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValidationError, match=r"one row of max_model_len 9760 needs .* lower --max-model-len"):
+        plan(max_model_len=610 * 16)
+    assert plan(max_model_len=590 * 16).max_loras == 1
+    with pytest.raises(ValidationError, match="one row of max_model_len 9600"):
+        plan(max_model_len=600 * 16)  # no room for an adapter beside it
+    assert plan(max_model_len=600 * 16, num_adapters=0, slot_bytes=0).num_blocks == 600
+
+
+def test_more_slots_than_fit_are_refused_with_how_many_do() -> None:
+    assert plan(max_loras=59).num_blocks == 10
+    with pytest.raises(ValidationError, match=r"--max-loras 60 needs 600\.0 MiB.* at most 59 fit"):
+        plan(max_loras=60)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    total=st.integers(1, 10**6),
+    weights=st.integers(0, 10**6),
+    workspace=st.integers(0, 1000),
+    block_bytes=st.integers(1, 500),
+    slot_bytes=st.integers(0, 5000),
+    num_adapters=st.integers(0, 1000),
+    max_model_len=st.integers(1, 4000),
+    budget=st.integers(1, 4096),
+    lengths=st.lists(st.integers(1, 5000), max_size=5),
+    max_num_seqs=st.none() | st.integers(1, 600),
+    max_loras=st.none() | st.integers(1, 300),
+)
+def test_a_plan_always_fits_and_can_always_run_a_full_row(
+    total: int,
+    weights: int,
+    workspace: int,
+    block_bytes: int,
+    slot_bytes: int,
+    num_adapters: int,
+    max_model_len: int,
+    budget: int,
+    lengths: list[int],
+    max_num_seqs: int | None,
+    max_loras: int | None,
+) -> None:
+    try:
+        got = memory_plan(
+            total_bytes=total,
+            weight_bytes=weights,
+            workspace_bytes=workspace,
+            kv_bytes_per_block=block_bytes,
+            block_size=16,
+            max_model_len=max_model_len,
+            max_num_batched_tokens=budget,
+            slot_bytes=slot_bytes,
+            num_adapters=num_adapters,
+            row_tokens=lengths,
+            max_num_seqs=max_num_seqs,
+            max_loras=max_loras,
+        )
+    except ValidationError:
+        row = -(-max_model_len // 16) * block_bytes
+        slots = slot_bytes * (min(num_adapters, 1) if max_loras is None else max_loras)
+        assert weights + workspace + row + slots > total or weights + workspace >= total
+        return
+    assert got.weight_bytes + got.workspace_bytes + got.kv_bytes + got.adapter_bytes <= total
+    assert got.num_blocks * 16 >= max_model_len
+    assert 1 <= got.max_num_seqs <= budget
+    assert max_num_seqs is not None or got.max_num_seqs <= 256
+    assert got.max_num_seqs == max_num_seqs or max_num_seqs is None or max_num_seqs > budget
+    assert got.max_loras >= 1
+    assert max_loras in (None, got.max_loras)
+    assert got.max_loras <= max(got.adapters_fit, 1)
+    assert len(got.reasons) == 4
