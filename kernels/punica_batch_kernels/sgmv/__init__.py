@@ -1,0 +1,38 @@
+"""SGMV: the adapters' part of a linear layer, y += (x A.T) B.T, for rows grouped by adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from punica_batch_kernels.sgmv import reference
+from punica_batch_kernels.sgmv.types import LoraGroup, Segments
+
+
+class AddLora(Protocol):
+    def __call__(
+        self, y: Tensor, x: Tensor, group: LoraGroup, segments: Segments, buffer: Tensor | None = None
+    ) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SgmvBackend:
+    """The functions' meanings are those of ``sgmv.reference``."""
+
+    name: str
+    sgmv_shrink: Callable[[Tensor, Tensor, LoraGroup, Segments], None]
+    sgmv_expand: Callable[[Tensor, Tensor, LoraGroup, Segments], None]
+    add_lora: AddLora
+
+
+def backend_for(device: torch.device) -> SgmvBackend:
+    """Triton on CUDA devices, plain torch elsewhere. Triton is imported only where it is used."""
+    if device.type == "cuda":
+        from punica_batch_kernels.sgmv import triton_backend as triton
+
+        return SgmvBackend("triton", triton.sgmv_shrink, triton.sgmv_expand, triton.add_lora)
+    return SgmvBackend("reference", reference.sgmv_shrink, reference.sgmv_expand, reference.add_lora)

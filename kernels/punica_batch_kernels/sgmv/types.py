@@ -13,9 +13,15 @@ side, one expand adds all their y. A slice's rank is the adapter's own for that 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor
+
+from punica_batch_kernels.sgmv.tiles import RowTiles
+
+# Q, K and V: no more projections than these share an input.
+MAX_SLICES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,27 +29,35 @@ class Segments:
     """A step's rows grouped by adapter; built once a step, used by every layer.
 
     ``seg_indptr`` int32 [S + 1], rising from 0 to the number of rows; ``lora_indices`` int32 [S], slot or -1.
-    The ``_host`` tuples are the same numbers for backends that loop on the host.
+    The ``_host`` tuples are the same numbers for backends that loop on the host. ``tiles`` is the work list of the
+    backends that do not; ``build`` makes it for CUDA devices. A step that replays a graph refills ``tiles`` alone.
     """
 
     seg_indptr: Tensor
     lora_indices: Tensor
     seg_indptr_host: tuple[int, ...]
     lora_indices_host: tuple[int, ...]
+    tiles: RowTiles | None = None
 
     @classmethod
     def build(cls, seg_indptr: list[int], lora_indices: list[int], device: torch.device | str = "cpu") -> Segments:
         """Raises ``ValueError`` unless starts rise from 0 and there is one slot a segment."""
         if len(seg_indptr) != len(lora_indices) + 1 or seg_indptr[0] != 0:
             raise ValueError("seg_indptr needs one more entry than lora_indices and must begin with 0")
-        if any(b < a for a, b in zip(seg_indptr, seg_indptr[1:], strict=False)):
+        if any(b < a for a, b in pairwise(seg_indptr)):
             raise ValueError("seg_indptr must not fall")
         return cls(
             torch.tensor(seg_indptr, dtype=torch.int32, device=device),
             torch.tensor(lora_indices, dtype=torch.int32, device=device),
             tuple(seg_indptr),
             tuple(lora_indices),
+            RowTiles.build(seg_indptr, lora_indices, device) if torch.device(device).type == "cuda" else None,
         )
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Rows of each segment."""
+        return tuple(stop - start for start, stop in pairwise(self.seg_indptr_host))
 
     @property
     def has_lora(self) -> bool:
@@ -55,12 +69,30 @@ class SlotWeights:
     """One adapter's weights for one fused group of one layer, as views into the store's packed buffer.
 
     ``a`` [sum of ranks, h_in]: the slices' A stacked. ``b``: one [h_out of the slice, rank] a slice, scale folded in
-    (None where the rank is 0). ``ranks``: one a slice.
+    (None where the rank is 0). ``ranks``: one a slice. ``a_t``, ``b_t``: their transposed views, made once.
     """
 
     a: Tensor
     b: tuple[Tensor | None, ...]
     ranks: tuple[int, ...]
+    a_t: Tensor = field(init=False, repr=False)
+    b_t: tuple[Tensor | None, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.a_t = self.a.t()
+        self.b_t = tuple(None if b is None else b.t() for b in self.b)
+
+
+@dataclass(frozen=True, slots=True)
+class SlotTable:
+    """One group's slots as the device kernels find them; made and kept up to date by ``slot_table.SlotTables``.
+
+    ``entries`` int64 [slots, 2 + 2 x MAX_SLICES], strided by row. No slice's rank exceeds ``max_rank``, now or later.
+    """
+
+    entries: Tensor
+    max_rank: int
+    dtype: torch.dtype
 
 
 @dataclass(slots=True)
@@ -68,12 +100,19 @@ class LoraGroup:
     """One fused group (for example layer 3's Q/K/V) across all slots.
 
     ``out_offsets`` [slices + 1]: where each slice begins in y. ``slots[s]`` is None while slot s holds no adapter
-    or its adapter does not touch this group. ``max_rank_sum`` bounds the width of v.
+    or its adapter does not touch this group. ``max_rank_sum`` bounds the width of v. ``table``: the slots' addresses,
+    for backends that look them up on the device.
     """
 
     in_features: int
     out_offsets: tuple[int, ...]
     slots: list[SlotWeights | None] = field(default_factory=list)
+    table: SlotTable | None = None
+
+    @property
+    def out_widths(self) -> list[int]:
+        """One a slice."""
+        return [stop - start for start, stop in pairwise(self.out_offsets)]
 
     @property
     def max_rank_sum(self) -> int:

@@ -1,0 +1,88 @@
+"""The decoder's parts: plain classes and functions over tensors, inference only."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from punica_batch.models.config import RopeConfig
+
+
+class Linear:
+    """y = x W^T + b. What calls it knows only ``apply``: the weight may become a shard, or quantised.
+
+    ``weight`` [out, in], ``bias`` [out] or None.
+    """
+
+    __slots__ = ("bias", "weight")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.weight = weight
+        self.bias = bias
+
+    @classmethod
+    def empty(cls, out: int, into: int, *, bias: bool, dtype: torch.dtype, device: torch.device) -> Linear:
+        weight = torch.empty(out, into, dtype=dtype, device=device)
+        return cls(weight, torch.empty(out, dtype=dtype, device=device) if bias else None)
+
+    def apply(self, x: Tensor) -> Tensor:
+        """``x`` [T, in] to [T, out], a new tensor."""
+        return functional.linear(x, self.weight, self.bias)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight over the last dimension, the mean in float32 (Zhang and Sennrich 2019, equation 4).
+
+    Rounds where Hugging Face does: to x's dtype before the weight is multiplied.
+    """
+    if x.dtype == torch.float32:
+        return functional.rms_norm(x, weight.shape, weight, eps)
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype)
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up of [T, 2 m], gate first; [T, m]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.silu(gate).mul_(up)
+
+
+def rope_frequencies(rope: RopeConfig, head_dim: int, device: torch.device) -> Tensor:
+    """Inverse frequencies, float32 [head_dim / 2], scaled as the config says (Su et al. 2021, section 3.2.2).
+
+    "linear" divides all by the factor. "llama3" divides those whose wavelength exceeds the original context by the
+    factor, keeps those well inside it, and blends in between, as in Meta's Llama 3.1 release.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
+    frequencies = 1.0 / (rope.theta**exponents)
+    if rope.rope_type == "linear":
+        frequencies = frequencies / rope.factor
+    elif rope.rope_type == "llama3":
+        wavelengths = 2 * math.pi / frequencies
+        cycles = rope.original_max_position_embeddings / wavelengths
+        blend = ((cycles - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
+        frequencies = (1 - blend) * frequencies / rope.factor + blend * frequencies
+    return frequencies.to(device)
+
+
+def rope_cos_sin(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin of each position's angles, computed in float32: [T, 1, head_dim / 2] of ``dtype``.
+
+    Computed once a step from the positions, so nothing is bounded by, or as large as, the model's context.
+    """
+    angles = positions.to(torch.float32)[:, None] * frequencies
+    return angles.cos().to(dtype)[:, None], angles.sin().to(dtype)[:, None]
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates ``x`` [T, heads, head_dim], first half against second half (Hugging Face's layout); a new tensor."""
+    half = x.shape[-1] // 2
+    first, second = x[..., :half], x[..., half:]
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=out[..., half:]).addcmul_(first, sin)
+    return out

@@ -1,0 +1,196 @@
+"""The decoder that all supported architectures share: Llama, Mistral, Qwen2, Qwen3, SmolLM. Inference only.
+
+Plain classes that hold tensors: no module tree, no hooks. Projections that share an input are one fused product, for
+the base weights and for the adapters alike; the adapters are added by SGMV over the step's segments (Punica, figure 2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from punica_batch_kernels.attention.types import AttentionMetadata
+from punica_batch_kernels.backend import REFERENCE, Kernels
+from punica_batch_kernels.sgmv.types import LoraGroup, Segments
+from torch import Tensor
+from torch.nn import functional
+
+from punica_batch.models.config import ModelConfig
+from punica_batch.models.layers import (
+    Linear,
+    apply_rope,
+    rms_norm,
+    rope_cos_sin,
+    rope_frequencies,
+    silu_and_mul,
+)
+from punica_batch.models.lora import LayerLora, ModelLora
+
+
+@dataclass(frozen=True, slots=True)
+class StepContext:
+    """What all layers of one step share. ``plans``: the attention backend's, by window."""
+
+    cos: Tensor
+    sin: Tensor
+    meta: AttentionMetadata
+    plans: dict[int | None, Any]
+    segments: Segments
+
+
+class DecoderLayer:
+    """One block: attention and gated MLP, each behind a norm and added to the residual stream."""
+
+    def __init__(
+        self, config: ModelConfig, index: int, kernels: Kernels, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.config, self.kernels = config, kernels
+        self.window = config.sliding_windows[index]
+        self.scale = config.head_dim**-0.5
+        h, q, kv, m = config.hidden_size, config.q_size, config.kv_size, config.intermediate_size
+
+        def linear(out: int, into: int, bias: bool) -> Linear:
+            return Linear.empty(out, into, bias=bias, dtype=dtype, device=device)
+
+        def vector(size: int) -> Tensor:
+            return torch.empty(size, dtype=dtype, device=device)
+
+        self.qkv = linear(q + 2 * kv, h, config.qkv_bias)
+        self.o = linear(h, q, config.o_bias)
+        self.gate_up = linear(2 * m, h, config.mlp_bias)
+        self.down = linear(h, m, config.mlp_bias)
+        self.input_norm, self.post_attention_norm = vector(h), vector(h)
+        self.q_norm = vector(config.head_dim) if config.qk_norm else None
+        self.k_norm = vector(config.head_dim) if config.qk_norm else None
+
+    def named_tensors(self, prefix: str) -> dict[str, Tensor]:
+        """Hugging Face's names to where each tensor lives, fused ones as views."""
+        config, m = self.config, self.config.intermediate_size
+        sizes = [config.q_size, config.kv_size, config.kv_size]
+        tensors = {
+            f"{prefix}.input_layernorm.weight": self.input_norm,
+            f"{prefix}.post_attention_layernorm.weight": self.post_attention_norm,
+        }
+        if self.q_norm is not None and self.k_norm is not None:
+            tensors |= {f"{prefix}.self_attn.q_norm.weight": self.q_norm}
+            tensors |= {f"{prefix}.self_attn.k_norm.weight": self.k_norm}
+        fused: list[tuple[Linear, list[str], list[int]]] = [
+            (self.qkv, ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], sizes),
+            (self.o, ["self_attn.o_proj"], [config.hidden_size]),
+            (self.gate_up, ["mlp.gate_proj", "mlp.up_proj"], [m, m]),
+            (self.down, ["mlp.down_proj"], [config.hidden_size]),
+        ]
+        for linear, names, widths in fused:
+            for kind, tensor in (("weight", linear.weight), ("bias", linear.bias)):
+                if tensor is not None:
+                    parts = tensor.split_with_sizes(widths)
+                    tensors |= {f"{prefix}.{n}.{kind}": part for n, part in zip(names, parts, strict=True)}
+        return tensors
+
+    def forward(self, x: Tensor, cache: tuple[Tensor, Tensor], step: StepContext, lora: LayerLora | None) -> Tensor:
+        """``x`` [T, hidden], the residual stream, is updated in place and returned."""
+        eps = self.config.rms_norm_eps
+        x += self._attention(rms_norm(x, self.input_norm, eps), cache, step, lora)
+        hidden = rms_norm(x, self.post_attention_norm, eps)
+        gate_up = self._project(self.gate_up, hidden, step, lora.gate_up if lora else None)
+        x += self._project(self.down, silu_and_mul(gate_up), step, lora.down if lora else None)
+        return x
+
+    def _attention(self, x: Tensor, cache: tuple[Tensor, Tensor], step: StepContext, lora: LayerLora | None) -> Tensor:
+        config = self.config
+        heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        qkv = self._project(self.qkv, x, step, lora.qkv if lora else None)
+        rotated = qkv[:, : config.q_size + config.kv_size].view(-1, heads + kv_heads, head_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = rotated.split_with_sizes([heads, kv_heads], dim=1)
+            eps = config.rms_norm_eps
+            rotated = torch.cat((rms_norm(q, self.q_norm, eps), rms_norm(k, self.k_norm, eps)), dim=1)
+        q, k = apply_rope(rotated, step.cos, step.sin).split_with_sizes([heads, kv_heads], dim=1)
+        v = qkv[:, config.q_size + config.kv_size :].view(-1, kv_heads, head_dim)
+        self.kernels.write_kv(k, v, *cache, step.meta.slot_mapping)
+        out = self.kernels.paged_attention(
+            q, *cache, step.meta, scale=self.scale, window=self.window, plan=step.plans[self.window]
+        )
+        return self._project(self.o, out.view(-1, config.q_size), step, lora.o if lora else None)
+
+    def _project(self, linear: Linear, x: Tensor, step: StepContext, group: LoraGroup | None) -> Tensor:
+        y = linear.apply(x)
+        if group is not None:
+            self.kernels.add_lora(y, x, group, step.segments)
+        return y
+
+
+class LlamaModel:
+    """The whole decoder. Tensors are uninitialised until ``weights.load_model`` or ``weights.random_weights``."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        kernels: Kernels = REFERENCE,
+    ) -> None:
+        self.config, self.dtype, self.device, self.kernels = config, dtype, torch.device(device), kernels
+        size = (config.vocab_size, config.hidden_size)
+        self.embed_tokens = torch.empty(size, dtype=dtype, device=self.device)
+        tied = config.tie_word_embeddings
+        self.lm_head = Linear(self.embed_tokens if tied else torch.empty(size, dtype=dtype, device=self.device))
+        self.norm = torch.empty(config.hidden_size, dtype=dtype, device=self.device)
+        indices = range(config.num_hidden_layers)
+        self.layers = [DecoderLayer(config, i, kernels, dtype, self.device) for i in indices]
+        self.frequencies = rope_frequencies(config.rope, config.head_dim, self.device)
+
+    def named_tensors(self) -> dict[str, Tensor]:
+        """``config.tensor_shapes()``'s names to where each tensor lives."""
+        tensors = {"model.embed_tokens.weight": self.embed_tokens, "model.norm.weight": self.norm}
+        if not self.config.tie_word_embeddings:
+            tensors["lm_head.weight"] = self.lm_head.weight
+        for i, layer in enumerate(self.layers):
+            tensors |= layer.named_tensors(f"model.layers.{i}")
+        return tensors
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        meta: AttentionMetadata,
+        kv_caches: Sequence[tuple[Tensor, Tensor]],
+        segments: Segments,
+        lora: ModelLora | None,
+    ) -> Tensor:
+        """One step over T rows, ordered as ``meta`` and ``segments`` say.
+
+        ``input_ids``, ``positions`` int [T]; ``kv_caches`` a (keys, values) pair a layer, each [num_blocks, block_size,
+        kv_heads, head_dim], into which the step's own keys and values are written. Returns the hidden states after
+        the last norm, [T, hidden].
+        """
+        lora = lora if segments.has_lora else None
+        x = functional.embedding(input_ids, self.embed_tokens)
+        if lora is not None:
+            self._add_embedding_lora(x, input_ids, segments, lora)
+        cos, sin = rope_cos_sin(positions, self.frequencies, self.dtype)
+        block_size = kv_caches[0][0].shape[1]
+        windows = set(self.config.sliding_windows)
+        plans = {w: self.kernels.plan_attention(meta, block_size, window=w) for w in windows}
+        step = StepContext(cos, sin, meta, plans, segments)
+        for i, layer in enumerate(self.layers):
+            x = layer.forward(x, kv_caches[i], step, lora.layers[i] if lora is not None else None)
+        return rms_norm(x, self.norm, self.config.rms_norm_eps)
+
+    def logits(self, hidden: Tensor, segments: Segments, lora: ModelLora | None) -> Tensor:
+        """``hidden`` [S, hidden]: rows of ``forward``'s, with their own ``segments``. Returns float32 [S, vocab]."""
+        y = self.lm_head.apply(hidden)
+        if lora is not None and segments.has_lora:
+            self.kernels.add_lora(y, hidden, lora.lm_head, segments)
+        return y.float()
+
+    def _add_embedding_lora(self, x: Tensor, input_ids: Tensor, segments: Segments, lora: ModelLora) -> None:
+        starts = segments.seg_indptr_host
+        for i, slot in enumerate(segments.lora_indices_host):
+            weights = lora.embeddings[slot] if slot >= 0 else None
+            if weights is not None:
+                a, b = weights
+                rows = slice(starts[i], starts[i + 1])
+                x[rows].addmm_(a.t().index_select(0, input_ids[rows]), b.t())
