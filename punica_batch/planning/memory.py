@@ -1,0 +1,62 @@
+"""What one worker's memory is planned with: sizes of weights, KV blocks and adapter slots from headers alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from punica_batch.adapters.check import AdapterReport
+from punica_batch.config import JobConfig
+from punica_batch.engine.settings import resolve_dtypes
+from punica_batch.models.config import DTYPE_BYTES, ModelConfig
+from punica_batch.planner.memory import MAX_BATCH, MemoryPlan, memory_plan
+from punica_batch.planning.opened import OpenedJob
+from punica_batch.planning.preflight import Preflight
+from punica_batch.types import Dtype
+from punica_batch.workers.devices import Device
+
+DEFAULT_BATCHED_TOKENS = 2048
+RUNTIME_BYTES = 512 << 20  # torch itself, its allocator's slack, the worker's own objects
+
+
+def batched_tokens(config: JobConfig) -> int:
+    """The most tokens of one step: ``--max-num-batched-tokens``, else enough for some prefill and a full batch."""
+    return config.max_num_batched_tokens or max(DEFAULT_BATCHED_TOKENS, config.max_num_seqs or 0)
+
+
+def worker_memory(
+    job: OpenedJob, found: Preflight, device: Device, row_tokens: Sequence[int], num_sequences: int | None
+) -> MemoryPlan:
+    """How ``device``'s memory is divided. ``row_tokens``: prompt + max_tokens of a sample of the rows;
+    ``num_sequences``: rows times samples of the whole job, if known. Raises ``ValidationError`` when it cannot be."""
+    config, model = job.config, job.model
+    dtypes = resolve_dtypes(config, model.torch_dtype, device.kind)
+    return memory_plan(
+        total_bytes=int(device.memory_bytes * config.gpu_memory_utilization),
+        weight_bytes=model.weight_bytes(dtypes.model),
+        kv_bytes_per_block=model.kv_bytes_per_block(config.block_size, dtypes.kv_cache),
+        block_size=config.block_size,
+        max_model_len=job.max_model_len,
+        max_num_batched_tokens=batched_tokens(config),
+        workspace_bytes=workspace_bytes(model, batched_tokens(config), config.max_num_seqs or MAX_BATCH, dtypes.model),
+        slot_bytes=max((slot_bytes(found.reports[name], model, dtypes.model) for name in found.specs), default=0),
+        num_adapters=len(found.specs),
+        row_tokens=row_tokens,
+        num_sequences=num_sequences,
+        max_num_seqs=config.max_num_seqs,
+        max_loras=config.max_loras,
+    )
+
+
+def slot_bytes(report: AdapterReport, model: ModelConfig, dtype: Dtype) -> int:
+    """A and B of one adapter as they lie on the device: its largest rank in every module of its kinds."""
+    kinds = set(report.targets)
+    adapted = [shape for name, shape in model.lora_modules().items() if name.rpartition(".")[2] in kinds]
+    return report.rank * sum(out + inner for out, inner in adapted) * DTYPE_BYTES[dtype]
+
+
+def workspace_bytes(model: ModelConfig, batched_tokens: int, batch: int, dtype: Dtype) -> int:
+    """Activations at their peak: a layer's inputs and outputs for all tokens of a step (residual, norm, q, k, v,
+    attention, gate, up and their product), logits in float32 with one copy for sampling, and the runtime."""
+    per_token = 4 * model.hidden_size + 2 * model.q_size + 2 * model.kv_size + 3 * model.intermediate_size
+    logits = 2 * batch * model.vocab_size * 4
+    return RUNTIME_BYTES + batched_tokens * per_token * DTYPE_BYTES[dtype] + logits

@@ -1,0 +1,150 @@
+"""Before any GPU work: which adapters the rows name, which of these are bad, and whether that is too much."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from punica_batch.adapters.check import AdapterReport, check_adapters
+from punica_batch.adapters.registry import Registry
+from punica_batch.config import JobConfig
+from punica_batch.data.source import Source
+from punica_batch.errors import RowError, ValidationError
+from punica_batch.models.config import ModelConfig
+from punica_batch.planning.adapters import rank_problem
+from punica_batch.planning.opened import OpenedJob
+from punica_batch.types import AdapterSpec
+
+COUNT_SECONDS = 60.0
+_COUNT_ROWS = 65_536
+BAD_ADAPTER = "adapter_unreadable"
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterUse:
+    """How many rows name each adapter. ``rows``: ``lora_id`` → rows (None: the base model; null and "" alike).
+    ``counted`` rows were read; ``exact``: they are all. Row counts are as counted, not scaled up."""
+
+    rows: Mapping[str | None, int]
+    counted: int
+    exact: bool
+
+    def names(self) -> list[str]:
+        """Most rows first."""
+        named = [(name, rows) for name, rows in self.rows.items() if name is not None]
+        return [name for name, _ in sorted(named, key=lambda item: (-item[1], item[0]))]
+
+
+@dataclass(frozen=True, slots=True)
+class Preflight:
+    """``specs``: the good adapters that rows name; ``errors``: the others, with the ``code: sentence`` that their rows
+    get; ``reports``: of those that are in the registry, by name; ``failing_rows``: rows that name a bad one."""
+
+    use: AdapterUse
+    specs: Mapping[str, AdapterSpec]
+    reports: Mapping[str, AdapterReport]
+    errors: Mapping[str, str]
+    failing_rows: int
+    warnings: tuple[str, ...] = field(default=())
+
+    @property
+    def max_rank(self) -> int:
+        """The largest rank of the good adapters; 0 where there are none."""
+        return max((self.reports[name].rank for name in self.specs), default=0)
+
+
+def preflight(job: OpenedJob, start: int, stop: int) -> Preflight:
+    """Counts the adapters of the rows ``start:stop`` and checks each one's config and header against the model.
+
+    Raises ``StoreAway`` when a store does not answer; see ``refuse_if_too_many`` for what to do about bad ones.
+    """
+    use = count_adapters(job.source, job.config, start, stop)
+    specs, errors = find_specs(job.registry, use.names())
+    reports = check_reports(specs, job.config, job.model)
+    for name, report in reports.items():
+        problem = report.error or rank_problem(name, report.rank, job.config)
+        if problem is not None:
+            errors[name] = str(RowError(BAD_ADAPTER, problem))
+    return Preflight(
+        use=use,
+        specs={name: spec for name, spec in specs.items() if name not in errors},
+        reports=reports,
+        errors=errors,
+        failing_rows=sum(use.rows[name] for name in errors),
+        warnings=tuple(f"adapter {name!r}: {line}" for name, report in reports.items() for line in report.warnings),
+    )
+
+
+def refuse_if_too_many(found: Preflight, config: JobConfig, rows: int) -> None:
+    """Raises ``ValidationError`` when the rows of bad adapters exceed ``--max-errors`` of ``rows``, or any with
+    ``--on-error raise``."""
+    limit = allowed_failures(config, rows)
+    if found.failing_rows <= limit:
+        return
+    worst = max(found.errors, key=lambda name: found.use.rows[name])
+    others = f" (and {len(found.errors) - 1} more adapters)" if len(found.errors) > 1 else ""
+    allowed = "--on-error raise allows none" if config.on_error == "raise" else f"--max-errors allows {limit:,}"
+    raise ValidationError(
+        f"{found.failing_rows:,} of {rows:,} rows would fail, {allowed}: {found.errors[worst]}{others}; "
+        "run `punica-batch validate` for the whole list"
+    )
+
+
+def allowed_failures(config: JobConfig, rows: int) -> int:
+    """How many of ``rows`` may fail before the job stops."""
+    return 0 if config.on_error == "raise" else config.error_limit(rows)
+
+
+def count_adapters(
+    source: Source, config: JobConfig, start: int, stop: int, *, seconds: float = COUNT_SECONDS
+) -> AdapterUse:
+    """Reads the adapters' column of the rows ``start:stop``, and no other; stops after ``seconds``."""
+    column = config.lora_column
+    if column not in source.work_columns:
+        return AdapterUse({None: stop - start}, stop - start, exact=True)
+    counts: Counter[str | None] = Counter()
+    counted, deadline = 0, time.monotonic() + seconds
+    for batch in source.batches(start, stop, [column], batch_rows=_COUNT_ROWS):
+        counts.update(_value_counts(batch.column(0)))
+        counted += batch.num_rows
+        if time.monotonic() > deadline:
+            break
+    return AdapterUse(dict(counts), counted, exact=counted == stop - start)
+
+
+def find_specs(registry: Registry, names: list[str]) -> tuple[dict[str, AdapterSpec], dict[str, str]]:
+    """(those in the registry, the others with the error that their rows get)"""
+    specs, errors = {}, {}
+    for name in names:
+        try:
+            specs[name] = registry.get(name)
+        except RowError as error:
+            errors[name] = str(error)
+    return specs, errors
+
+
+def check_reports(specs: Mapping[str, AdapterSpec], config: JobConfig, model: ModelConfig) -> dict[str, AdapterReport]:
+    reports = check_adapters(specs.values(), model.lora_modules(), config.model, config.storage_options)
+    return {report.name: report for report in reports}
+
+
+def _value_counts(column: pa.Array) -> dict[str | None, int]:
+    """Text → how often; "" counts as null. Text that is not UTF-8 is left out: its rows fail by themselves."""
+    while isinstance(column, pa.ExtensionArray):
+        column = column.storage
+    if isinstance(column, pa.DictionaryArray):
+        column = column.dictionary_decode()
+    counts: dict[str | None, int] = {}
+    for entry in pc.value_counts(column.cast(pa.large_binary())):
+        value = entry["values"].as_py()
+        try:
+            name = value.decode() if value else None
+        except UnicodeDecodeError:
+            continue
+        counts[name] = counts.get(name, 0) + entry["counts"].as_py()
+    return counts

@@ -1,0 +1,45 @@
+"""``retry``: the job of an output, from what its ``plan.json`` says and what may have changed since."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from punica_batch.config import BINDING_FIELDS, JobConfig
+from punica_batch.config_sources import load_config
+from punica_batch.data.layout import Layout
+from punica_batch.data.plan import Plan
+from punica_batch.errors import InputError
+
+_COMMAND = ("model", "revision", "tokenizer", "adapters", "lora_modules")
+
+
+def retry_config(output: str, flags: Mapping[str, Any], *, config: str | None = None) -> JobConfig:
+    """The job that made ``output``. What binds it is taken from its plan, whatever else is said; inputs and adapters,
+    too, unless ``flags`` or the job file ``config`` name others (a repaired registry, say). The environment is not
+    asked: it may have been overruled then.
+
+    Raises ``InputError`` when there is no plan, and what ``load_config`` raises.
+    """
+    plan = read_plan(output, flags)
+    told = load_config((), flags, config=config, environ={}, search=False)
+    usual = JobConfig().binding()
+    values: dict[str, Any] = {name: plan.command[name] for name in _COMMAND if plan.command[name]}
+    if plan.shards > 1:
+        values["shard"] = f"1/{plan.shards}"  # a finished output is retried whole, whichever slice is said
+    values |= {name: getattr(told, name) for name in told.model_fields_set if name not in BINDING_FIELDS}
+    # A column that was named is looked up otherwise than a default that has the same name.
+    named = [field for field in BINDING_FIELDS if field in plan.command["named"] or plan.binding[field] != usual[field]]
+    values |= {field: plan.binding[field] for field in named}
+    return JobConfig.model_validate({**values, "inputs": plan.command["inputs"], "output": output})
+
+
+def read_plan(output: str, flags: Mapping[str, Any]) -> Plan:
+    """The plan of ``output``. Raises ``InputError`` when it has none."""
+    where = JobConfig(work_dir=flags.get("work_dir"), storage_options=flags.get("storage_options", {}))
+    layout = Layout.of_output(output, where)
+    name = layout.in_state("plan.json")
+    data = layout.store.read(name)
+    if data is None:
+        raise InputError(f"{layout.shown} is not the output of a run: there is no {layout.store.shown(name)}")
+    return Plan.from_bytes(data, layout.store.shown(name))

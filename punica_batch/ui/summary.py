@@ -1,0 +1,38 @@
+"""What ``run`` and ``retry`` print when they are through."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from punica_batch.progress import JobSummary
+from punica_batch.ui.format import count, duration, errors
+
+
+def summary_view(summary: JobSummary) -> RenderableType:
+    done = f"{count(summary.rows_done)} of {count(summary.rows)}"
+    if summary.already_complete:
+        done += ", complete before: left as it is"
+    facts = {"output": summary.output, "rows": done}
+    if summary.rows_error:
+        facts["errors"] = f"{count(summary.rows_error)} ({errors(summary.errors_by_code)})"
+    if summary.finish_reasons:
+        facts["ended by"] = errors(summary.finish_reasons)
+    if not summary.already_complete:
+        facts["tokens"] = f"{count(summary.prompt_tokens)} prompt, {count(summary.generated_tokens)} generated"
+        facts["time"] = f"{duration(summary.elapsed_s)} ({count(summary.tokens_per_s)} generated tok/s)"
+    warnings = [Text(f"warning: {line}", style="yellow") for line in summary.warnings]
+    return Group(facts_view(facts), *warnings)
+
+
+def facts_view(facts: Mapping[str, str]) -> Table:
+    """Names to the left, values to the right."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, value in facts.items():
+        grid.add_row(name, Text(value))
+    return grid

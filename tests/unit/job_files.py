@@ -1,0 +1,54 @@
+"""A small job on disk for tests that load no weights: a Llama-shaped config with a tokenizer, adapters, rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from adapter_files import HIDDEN, INTERMEDIATE, LAYERS, write_adapter
+from text_helpers import BYTE_LEVEL_CONFIG, byte_level, save
+
+CONTEXT = 64
+
+
+def write_model(folder: Path) -> Path:
+    """The model that ``adapter_files.MODULES`` describes, but for the vocabulary. No weights."""
+    tokenizer = byte_level()
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": tokenizer.get_vocab_size(),
+        "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE, "num_hidden_layers": LAYERS,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": HIDDEN // 2, "rms_norm_eps": 1e-5,
+        "hidden_act": "silu", "max_position_embeddings": CONTEXT, "rope_theta": 10000.0, "torch_dtype": "bfloat16",
+        "tie_word_embeddings": True, "eos_token_id": tokenizer.token_to_id("<|end|>"),
+    }  # fmt: skip
+    return save(folder, tokenizer, BYTE_LEVEL_CONFIG, config=config)
+
+
+def write_rows(path: Path, lora_ids: Sequence[str | None], prompts: Sequence[str | None] | None = None) -> Path:
+    columns: dict[str, Any] = {
+        "prompt": pa.array(prompts or [f"row {i}: hello" for i in range(len(lora_ids))], pa.string()),
+        "lora_id": pa.array(lora_ids, pa.string()),
+    }
+    pq.write_table(pa.table(columns), path)
+    return path
+
+
+def write_job(folder: Path) -> Path:
+    """model/, adapters/{good, wide, wrong, bad}, rows.parquet (100 rows, 4 of them with a faulty adapter), and a job
+    file. ``wrong`` has a field that is refused, ``bad`` shapes that do not fit; nobody names ``bad``."""
+    write_model(folder / "model")
+    write_adapter(folder / "adapters" / "good", r=2)
+    write_adapter(folder / "adapters" / "wide", r=4)
+    write_adapter(folder / "adapters" / "wrong", use_dora=True)
+    write_adapter(folder / "adapters" / "bad", r=3)
+    (folder / "adapters" / "bad" / "adapter_config.json").write_bytes(
+        (folder / "adapters" / "good" / "adapter_config.json").read_bytes()
+    )
+    lora_ids = ["good"] * 60 + ["wide"] * 20 + [None] * 10 + [""] * 6 + ["wrong"] * 3 + ["nobody"]
+    prompts: list[str | None] = [f"row {i}: hello" for i in range(100)]
+    prompts[0], prompts[7], prompts[99] = "hello there", None, "unknown"
+    (folder / "punica-batch.toml").write_text('model = "model"\nadapters = "adapters"\nmax_tokens = 8\n')
+    return write_rows(folder / "rows.parquet", lora_ids, prompts)
