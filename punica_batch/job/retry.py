@@ -1,0 +1,69 @@
+"""``retry_job``: an output's error rows once more, in place; all other rows stay as they are."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from datetime import UTC, datetime
+
+import numpy as np
+
+from punica_batch.config import JobConfig
+from punica_batch.data.retry import Retry
+from punica_batch.data.rowset import RowSet
+from punica_batch.data.state import JobState
+from punica_batch.job.collector import Collector
+from punica_batch.job.loop import Loop, Scope
+from punica_batch.job.runner import finish_run, summarize
+from punica_batch.job.setup import binder, binding, prepare
+from punica_batch.job.stop import StopRequest
+from punica_batch.planning.opened import OpenedJob, open_job
+from punica_batch.progress import JobSummary, NoProgress, Progress
+from punica_batch.workers.devices import Device, find_devices
+
+
+def retry_job(config: JobConfig, progress: Progress | None = None) -> JobSummary:
+    """Runs the error rows of ``config``'s output again, with whatever adapters the registry has now. Of an unfinished
+    output, the rows that were not run yet are run, too.
+
+    Raises what ``run_job`` raises; interrupted, the same call continues.
+    """
+    progress = progress or NoProgress()
+    began = time.monotonic()
+    with StopRequest(config.max_runtime) as stop:
+        job = open_job(config)
+        devices = find_devices(config, progress.note)
+        with JobState.open(config, binding(job, devices), source=job.source, forget_errors=True) as state:
+            retry = Retry(state)
+            loop = None
+            if len(retry.rows):
+                loop = _rerun(job, devices, state, retry, progress, stop)
+            retry.apply()
+            if not state.is_finished:
+                loop = finish_run(job, devices, state, progress, stop, rebind=True) or loop
+            return summarize(state, state.finish(), loop, began)
+
+
+def _rerun(
+    job: OpenedJob, devices: list[Device], state: JobState, retry: Retry, progress: Progress, stop: StopRequest
+) -> Loop:
+    """Runs what is left of the error rows into the retry's own journal."""
+    rows = retry.rows
+    start, last = int(rows[0]), int(rows[-1]) + 1
+    done = RowSet()
+    done.add_many(np.setdiff1d(np.arange(start, last), rows, assume_unique=True))
+    now = datetime.fromtimestamp(state.plan.created, UTC)
+    # That rows fail is known here, and no reason to stop.
+    tolerant = job.config.model_copy(update={"max_errors": "100%"})
+    setup = prepare(replace(job, config=tolerant), devices, start, last, progress.note, now=now)
+    collector = Collector(
+        retry.journal,
+        bind=binder(state, setup, rebind=True),
+        commit=lambda: None,
+        errors_before=0,
+        max_errors=0 if job.config.on_error == "raise" else None,
+    )
+    scope = Scope(start, last, done, total=len(rows), before=0, parts=lambda: (0, 0))
+    loop = Loop(job.config, job.source, setup, scope, collector, progress, stop)
+    loop.run()
+    return loop

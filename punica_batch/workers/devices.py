@@ -1,0 +1,138 @@
+"""Which devices a job runs on, found without torch: NVML for NVIDIA GPUs, else CPU workers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from punica_batch.config import JobConfig
+from punica_batch.errors import JobError, UsageError
+
+_NVIDIA_PCI_VENDOR = "0x10de"
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One worker's device. ``memory_bytes`` is what a worker may plan with: a GPU's whole memory, or its share of the
+    RAM that is free now. ``name`` is the GPU's UUID or a CPU worker's zero-padded number."""
+
+    name: str
+    kind: Literal["cpu", "cuda"]
+    memory_bytes: int
+    num_threads: int | None = None
+    env: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    uuid: str
+    memory_bytes: int
+
+
+def find_devices(config: JobConfig, note: Callable[[str], None]) -> list[Device]:
+    """The devices that ``--device``, ``--gpus`` and ``--workers`` ask for.
+
+    Raises ``UsageError`` when they contradict each other or ask for more GPUs than there are, ``JobError`` when there
+    is an NVIDIA device whose driver does not answer: that is never a quiet CPU run.
+    """
+    if config.gpus is not None and (config.device == "cpu" or config.workers is not None):
+        raise UsageError("--gpus cannot be joined with --device cpu or --workers: use one or the other")
+    if config.workers is not None and config.device != "cpu":
+        raise UsageError("--workers counts CPU workers: add --device cpu (GPUs are chosen by --gpus)")
+    if config.device == "cpu":
+        return cpu_devices(config.workers or 1)
+    gpus = list_gpus()
+    if not gpus:
+        if config.device == "cuda" or config.gpus is not None:
+            raise UsageError("no NVIDIA device was found: leave --gpus out, or run with --device cpu")
+        note("no NVIDIA device found: running one CPU worker")
+        return cpu_devices(1)
+    return [
+        Device(g.uuid, "cuda", g.memory_bytes, env={"CUDA_VISIBLE_DEVICES": g.uuid})
+        for g in choose_gpus(gpus, config.gpus)
+    ]
+
+
+def choose_gpus(gpus: Sequence[Gpu], wanted: str | None) -> list[Gpu]:
+    """``wanted``: None for all, a count ("8"), or indices ("0,2,3"; "3," for one)."""
+    if wanted is None:
+        return list(gpus)
+    parts = [part.strip() for part in wanted.split(",")]
+    if not all(part.isdecimal() for part in parts if part) or not any(parts):
+        raise UsageError(f"--gpus takes a count (8) or indices (0,2,3), not {wanted!r}")
+    if len(parts) == 1:
+        count = int(parts[0])
+        if not 1 <= count <= len(gpus):
+            raise UsageError(f"--gpus {wanted}: {len(gpus)} found on this machine")
+        return list(gpus[:count])
+    indices = [int(part) for part in parts if part]
+    if max(indices) >= len(gpus) or len(set(indices)) < len(indices):
+        raise UsageError(f"--gpus {wanted}: {len(gpus)} found, numbered from 0; each may be named once")
+    return [gpus[i] for i in indices]
+
+
+def list_gpus() -> list[Gpu]:
+    """All NVIDIA GPUs in NVML's order; empty when there is neither device nor driver."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        if _has_nvidia_device():
+            raise JobError(
+                f"an NVIDIA device is there but its driver does not answer ({error}); "
+                "mend the driver, or run with --device cpu"
+            ) from error
+        return []
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        return [Gpu(_text(pynvml.nvmlDeviceGetUUID(h)), int(pynvml.nvmlDeviceGetMemoryInfo(h).total)) for h in handles]
+    except pynvml.NVMLError as error:
+        raise JobError(f"the NVIDIA driver does not answer ({error}); mend it, or run with --device cpu") from error
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _has_nvidia_device() -> bool:
+    vendors = Path("/sys/bus/pci/devices").glob("*/vendor")
+    if any(_read(path) == _NVIDIA_PCI_VENDOR for path in vendors):
+        return True
+    return any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def cpu_devices(count: int) -> list[Device]:
+    """``count`` CPU workers sharing this process's cores and the free RAM evenly."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = max(1, cores // count)
+    width = len(str(count - 1))
+    share = available_memory() // count
+    env = {"OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": ""}
+    return [Device(f"{i:0{width}}", "cpu", share, threads, env) for i in range(count)]
+
+
+def available_memory() -> int:
+    """Bytes of RAM that are free for new work now: the system's figure, or the control group's where that is less."""
+    free = _meminfo().get("MemAvailable", 4 << 30)
+    limit, used = _read(Path("/sys/fs/cgroup/memory.max")), _read(Path("/sys/fs/cgroup/memory.current"))
+    if limit.isdecimal() and used.isdecimal():
+        free = min(free, max(0, int(limit) - int(used)))
+    return free
+
+
+def _meminfo() -> dict[str, int]:
+    lines = (line.split() for line in _read(Path("/proc/meminfo")).splitlines())
+    return {parts[0].rstrip(":"): int(parts[1]) * 1024 for parts in lines if len(parts) >= 2}

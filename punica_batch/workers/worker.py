@@ -1,0 +1,92 @@
+"""The engine worker: ``python -m punica_batch.workers.worker FD``. One process, one engine, one device."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from punica_batch.errors import PunicaError
+from punica_batch.types import RowResult
+from punica_batch.workers.child import Inbox, open_channel
+from punica_batch.workers.messages import (
+    Channel,
+    Fatal,
+    Finished,
+    Heartbeat,
+    Prefetch,
+    Ready,
+    Returned,
+    StartEngine,
+    Submit,
+    TakeBack,
+)
+
+if TYPE_CHECKING:
+    from punica_batch.engine.engine import Engine
+
+HEARTBEAT_SECONDS = 0.25
+
+
+def main() -> None:
+    channel = open_channel()
+    start = channel.receive()
+    assert isinstance(start, StartEngine)
+    try:
+        engine = _build(start)
+    except PunicaError as error:
+        channel.send(Fatal(start.epoch, error))
+        return
+    settings = engine.settings
+    channel.send(Ready(start.epoch, settings.max_num_seqs, settings.num_blocks, settings.block_size))
+    _Worker(channel, engine, start.epoch).run()
+
+
+def _build(start: StartEngine) -> Engine:
+    import torch
+
+    from punica_batch.engine.engine import build_engine
+
+    if start.num_threads is not None:
+        torch.set_num_threads(start.num_threads)
+    return build_engine(start.settings)
+
+
+class _Worker:
+    def __init__(self, channel: Channel, engine: Engine, epoch: int) -> None:
+        self._channel = channel
+        self._engine = engine
+        self._epoch = epoch
+        self._inbox = Inbox(channel)
+        self._next_heartbeat = 0.0
+
+    def run(self) -> None:
+        while True:
+            for message in self._inbox.drain(block=not self._engine.has_work):
+                self._handle(message)
+            results = self._engine.step()
+            self._report(results)
+
+    def _handle(self, message: object) -> None:
+        match message:
+            case Submit(requests):
+                for request in requests:
+                    self._engine.add(request)
+            case TakeBack(count):
+                rows = tuple(request.row for request in self._engine.take_back(count))
+                self._channel.send(Returned(self._epoch, rows))
+            case Prefetch(lora_ids):
+                self._engine.prefetch(lora_ids)
+            case _:
+                raise AssertionError(f"unexpected message {type(message).__name__}")
+
+    def _report(self, results: list[RowResult]) -> None:
+        if results:
+            self._channel.send(Finished(self._epoch, tuple(results)))
+        now = time.monotonic()
+        if now >= self._next_heartbeat or not self._engine.has_work:
+            self._next_heartbeat = now + HEARTBEAT_SECONDS
+            self._channel.send(Heartbeat(self._epoch, self._engine.stats()))
+
+
+if __name__ == "__main__":
+    main()
