@@ -1,0 +1,126 @@
+"""OpenAI Batch JSON lines as a table: one row a line that is not blank.
+
+Columns: what a request needs, under the job's own column names (prompt *or* messages is non-null in a good row, then
+the adapter's name and the per-row options), and what the answer needs: ``custom_id``, ``line`` (the raw text, carried
+into a Parquet output), ``endpoint`` (``chat`` or ``completion``) and ``model`` (as the request said it). A line that is
+not what it should be is that row's own error: ``__error__`` holds ``code: sentence``, null in good rows.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from punica_batch.config import JobConfig
+from punica_batch.data.columns import ERROR_COLUMN, OPTIONS, WorkColumns, work_schema
+from punica_batch.data.files import FileIdentity, InputFile, ends_digest, read_error
+from punica_batch.data.openai_request import parse_line
+from punica_batch.errors import InputError
+
+MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+OPTION_TYPES = {
+    "max_tokens": pa.int64(),
+    "temperature": pa.float64(),
+    "top_p": pa.float64(),
+    "top_k": pa.int64(),
+    "min_p": pa.float64(),
+    "seed": pa.int64(),
+    "stop": pa.list_(pa.string()),
+    "n": pa.int64(),
+}
+_INDEX_ROWS = 1024  # a file offset is kept for every so many rows
+_READ_ROWS = 256
+
+
+class OpenAIInput:
+    """``files`` as one table. Counting the rows reads the files once, in order."""
+
+    def __init__(self, files: Sequence[InputFile], config: JobConfig) -> None:
+        self._config = config
+        self._files = files
+        self._first_rows: list[int] = []
+        self._offsets: list[list[int]] = []  # of rows 0, 1024, 2048… of each file
+        self.num_rows = 0
+        identities: list[FileIdentity] = []
+        for file in files:
+            offsets, rows = _index(file)
+            self._first_rows.append(self.num_rows)
+            self._offsets.append(offsets)
+            identities.append(file.identity(ends_digest(file), rows))
+            self.num_rows += rows
+        self.identities = tuple(identities)
+        self.work = _work_columns(config)
+        answer = [pa.field(name, pa.string()) for name in ("custom_id", "line", "endpoint", "model")]
+        self.all_columns = pa.schema([*answer, *self.work.schema])
+        self.schema = pa.schema([pa.field("custom_id", pa.string()), pa.field("line", pa.large_string())])
+
+    def check(self, columns: Sequence[str]) -> None:
+        """Nothing can differ between the files."""
+
+    def read(self, start: int, stop: int, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        """Batches of rows ``start`` to ``stop - 1`` with ``columns`` of ``schema``, ``all_columns`` or both."""
+        types = {field.name: field.type for field in (*self.all_columns, *self.schema)}
+        schema = pa.schema([pa.field(name, types[name]) for name in columns])
+        rows: list[dict[str, Any]] = []
+        for line in self._lines(start, stop):
+            rows.append(parse_line(line, self._config))
+            if len(rows) == _READ_ROWS:
+                yield pa.RecordBatch.from_pylist(rows, schema=schema)
+                rows = []
+        if rows:
+            yield pa.RecordBatch.from_pylist(rows, schema=schema)
+
+    def _lines(self, start: int, stop: int) -> Iterator[bytes]:
+        row = start
+        while row < stop:
+            number = bisect_right(self._first_rows, row) - 1
+            file, local = self._files[number], row - self._first_rows[number]
+            skip = local % _INDEX_ROWS
+            try:
+                with file.open() as stream:
+                    stream.seek(self._offsets[number][local // _INDEX_ROWS])
+                    for line in stream:
+                        if not line.strip():
+                            continue
+                        if skip:
+                            skip -= 1
+                            continue
+                        yield line
+                        row += 1
+                        if row == stop:
+                            return
+            except OSError as error:
+                raise read_error(file, error) from error
+            if row < self._first_rows[number] + self.identities[number].rows:
+                raise InputError(f"{file.name} has become shorter since the job began")
+
+
+def _index(file: InputFile) -> tuple[list[int], int]:
+    """Offsets of every 1024th row, and the number of rows."""
+    offsets: list[int] = []
+    rows = position = 0
+    try:
+        with file.open() as stream:
+            for line in stream:
+                if line.strip():
+                    if rows % _INDEX_ROWS == 0:
+                        offsets.append(position)
+                    rows += 1
+                position += len(line)
+    except OSError as error:
+        raise read_error(file, error) from error
+    return offsets, rows
+
+
+def _work_columns(config: JobConfig) -> WorkColumns:
+    fields = [
+        pa.field(config.prompt_column, pa.large_string()),
+        pa.field(config.messages_column, MESSAGES),
+        pa.field(config.lora_column, pa.string()),
+        *(pa.field(name, OPTION_TYPES[name]) for name in OPTIONS),
+    ]
+    schema = work_schema(fields)
+    return WorkColumns(False, tuple(name for name in schema.names if name != ERROR_COLUMN), schema)

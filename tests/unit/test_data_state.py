@@ -1,0 +1,484 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import data_job
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from data_job import no_fsync  # noqa: F401 - a fixture
+from test_data_source import numbered, write
+
+from punica_batch.config import JobConfig
+from punica_batch.data import lock as lock_module
+from punica_batch.data import store as store_module
+from punica_batch.data.layout import Layout
+from punica_batch.data.lock import FileLock, Lease
+from punica_batch.data.source import Source
+from punica_batch.data.state import JobState
+from punica_batch.data.store import RemoteStore
+from punica_batch.errors import BindingError, JobError, OutputLocked, StoreAway, UsageError
+
+pytestmark = pytest.mark.usefixtures("no_fsync")
+
+
+@pytest.fixture(params=["out.parquet", "out/"])
+def config(tmp_path: Path, request: pytest.FixtureRequest) -> JobConfig:
+    path = write(numbered(0, 100), tmp_path / "in.parquet", row_group_size=30)
+    return JobConfig(inputs=(str(path),), output=f"{tmp_path}/{request.param}", rows_per_shard=30)
+
+
+def update(config: JobConfig, **values: Any) -> JobConfig:
+    return config.model_copy(update=values)
+
+
+def output(config: JobConfig) -> pa.Table:
+    assert config.output is not None
+    return pq.read_table(config.output)
+
+
+def opened(config: JobConfig, binding: dict[str, Any] | None = None) -> JobState:
+    return JobState.open(config, binding or data_job.BINDING, source=Source.open(config))
+
+
+def check_output(config: JobConfig, rows: int = 100) -> None:
+    got = output(config)
+    assert got["k"].to_pylist() == list(range(rows))
+    said = [None if row % 11 == 7 else f"answer {row}.0 é" for row in range(rows)]
+    assert got["generation"].to_pylist() == said
+
+
+def files_of(config: JobConfig) -> dict[str, bytes]:
+    assert config.output is not None
+    path = Path(config.output)
+    return {p.name: p.read_bytes() for p in ([path] if path.is_file() else sorted(path.glob("part-*")))}
+
+
+def test_resume_runs_each_row_once(config: JobConfig) -> None:
+    first = data_job.run(config, stop_after=40, seed=1)
+    second = data_job.run(config, stop_after=30, seed=2)
+    third = data_job.run(config, seed=3)
+    assert first["ran"] + second["ran"] + third["ran"] == 100
+    assert third["finished"]
+    check_output(config)
+    state = Path(config.output + ".punica" if config.output.endswith("parquet") else config.output + "_punica")
+    names = {path.name for path in state.iterdir()}
+    assert names == {"lock", "lock-all", "plan.json", "commits", "adapters"} | (
+        {"_SUCCESS"} if "parquet" in config.output else set()
+    )
+
+
+def test_interrupted_and_whole_runs_give_the_same_bytes(config: JobConfig) -> None:
+    data_job.run(config, stop_after=40, seed=1)
+    data_job.run(config, seed=2)
+    interrupted = files_of(config)
+    whole = update(config, output=config.output.replace("out", "whole"))
+    data_job.run(whole)
+    assert list(files_of(whole).values()) == list(interrupted.values())
+
+
+def test_success_counts(config: JobConfig) -> None:
+    data_job.run(config)
+    with opened(config) as state:
+        assert state.is_finished
+        assert state.success is not None
+        assert (state.success.rows, state.success.error_rows, state.success.errors) == (100, 9, {"null_prompt": 9})
+        assert sum(state.success.finish_reasons.values()) == 100
+        assert state.success.finish_reasons["error"] == 9
+        assert state.error_rows == 9
+        assert state.done.count(0, 100) == 100
+    folder = Path(config.output)
+    where = folder / "_SUCCESS" if folder.is_dir() else Path(config.output + ".punica") / "_SUCCESS"
+    assert json.loads(where.read_text())["rows"] == 100
+
+
+def test_a_finished_output_is_left_alone(config: JobConfig) -> None:
+    data_job.run(config)
+    before = files_of(config)
+    assert data_job.run(config) == {"ran": 0, "finished": True}
+    assert data_job.run(update(config, workers=7, pack="spread", max_num_seqs=3)) == {"ran": 0, "finished": True}
+    assert files_of(config) == before
+
+
+CHANGES = [
+    ({"temperature": 0.5}, r"temperature was 0\.0, is 0\.5"),
+    ({"limit": 50}, "limit was null, is 50"),
+    ({"rows_per_shard": 10}, "rows_per_shard was 30, is 10"),
+    ({"prompt_template": "secret words {prompt}"}, "prompt_template has changed"),
+    ({"columns": ("k",)}, "columns was null, is"),
+    ({"shard": "1/2"}, "the N of --shard I/N was 1, is 2"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), CHANGES)
+@pytest.mark.parametrize("finished", [True, False])
+def test_changed_options_are_refused_by_name(
+    config: JobConfig, change: dict[str, Any], message: str, finished: bool
+) -> None:
+    data_job.run(config, stop_after=None if finished else 40)
+    with pytest.raises(BindingError, match=message) as caught:
+        data_job.run(update(config, **change))
+    assert "--overwrite" in str(caught.value)
+    assert "secret" not in str(caught.value)
+    assert data_job.run(config)["finished"]
+    check_output(config)
+
+
+def test_changed_model_and_input_are_refused(config: JobConfig, tmp_path: Path) -> None:
+    data_job.run(config, stop_after=40)
+    with pytest.raises(BindingError, match='model_digest was "m1", is "m2"'):
+        data_job.run(config, {**data_job.BINDING, "model_digest": "m2"})
+    write(numbered(0, 101), tmp_path / "in.parquet")
+    with pytest.raises(BindingError, match=r"input .*in\.parquet has changed \(size, mtime, footer, rows\)"):
+        data_job.run(config)
+    moved = update(config, inputs=(str(write(numbered(0, 100), tmp_path / "moved.parquet")),))
+    with pytest.raises(BindingError, match="is no longer there"):
+        data_job.run(moved)
+
+
+def test_adapters_are_bound_at_first_use(config: JobConfig) -> None:
+    with opened(config) as state:
+        state.bind_adapters({"a": "1" * 64, "b": "2" * 64})
+        state.bind_adapter("a", "1" * 64)
+    with opened(config) as state:
+        state.bind_adapter("a", "1" * 64)
+        with pytest.raises(BindingError, match=r"adapter 'b' was 2{12}… .* is 3{12}"):
+            state.bind_adapters({"c": "4" * 64, "b": "3" * 64})
+        state.bind_adapter("b", "3" * 64, rebind=True)
+    with opened(config) as state:
+        state.bind_adapter("b", "3" * 64)
+        state.bind_adapter("c", "5" * 64)
+
+
+def test_foreign_output_is_never_replaced_unasked(config: JobConfig, tmp_path: Path) -> None:
+    name = "out.parquet" if config.output.endswith("parquet") else "out/part-00000.parquet"
+    foreign = write(numbered(0, 3), tmp_path / name)
+    content = foreign.read_bytes()
+    with pytest.raises(BindingError, match="not of this program's making: --overwrite"):
+        data_job.run(config)
+    assert foreign.read_bytes() == content
+    assert data_job.run(update(config, overwrite=True))["finished"]
+    check_output(config)
+
+
+def test_overwrite_keeps_the_old_output_until_the_new_is_complete(config: JobConfig) -> None:
+    old = update(config, rows_per_shard=10, temperature=1.0)
+    data_job.run(old, {**data_job.BINDING, "model_digest": "old"})
+    before = files_of(config)
+    new = update(config, overwrite=True)
+    assert data_job.run(new, stop_after=60, seed=1) == {"ran": 56, "finished": False}
+    assert files_of(config) == before
+    assert data_job.run(new, seed=2) == {"ran": 44, "finished": True}
+    check_output(config)
+    assert len(files_of(config)) == (1 if config.output.endswith("parquet") else 4)
+    assert data_job.run(config) == {"ran": 0, "finished": True}
+    with pytest.raises(BindingError):
+        data_job.run(old)
+    assert data_job.run(new)["ran"] == 100  # asked for again, done again
+    check_output(config)
+
+
+def test_overwrite_of_an_unfinished_overwrite_with_other_options(config: JobConfig) -> None:
+    data_job.run(config)
+    data_job.run(update(config, overwrite=True, temperature=0.5), stop_after=50)
+    assert data_job.run(update(config, overwrite=True, temperature=0.7))["ran"] == 100
+    with pytest.raises(BindingError, match=r"temperature was 0\.7"):
+        data_job.run(config)
+
+
+def test_a_lost_part_is_an_error(tmp_path: Path) -> None:
+    path = write(numbered(0, 100), tmp_path / "in.parquet")
+    config = JobConfig(inputs=(str(path),), output=f"{tmp_path}/out/", rows_per_shard=30)
+    data_job.run(config)
+    (tmp_path / "out" / "part-00001.parquet").unlink()
+    with pytest.raises(JobError, match=r"part-00001\.parquet is gone"):
+        data_job.run(config)
+    assert data_job.run(update(config, overwrite=True))["finished"]
+    check_output(config)
+
+
+def test_one_run_at_a_time(config: JobConfig) -> None:
+    """Two processes: the second is told, and can go on once the first is gone, however it went."""
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, config.model_dump_json(exclude_unset=True)],
+        stdout=subprocess.PIPE, stdin=subprocess.PIPE, cwd=Path(__file__).parent, text=True,
+    )  # fmt: skip
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "held\n"
+    with pytest.raises(OutputLocked, match=f"another run \\(process {holder.pid} on ") as caught:
+        data_job.run(config)
+    assert caught.value.exit_code == 75
+    holder.kill()
+    holder.communicate()
+    assert data_job.run(config)["finished"]
+
+
+HOLD = """
+import sys, json, data_job
+from punica_batch.config import JobConfig
+from punica_batch.data.source import Source
+from punica_batch.data.state import JobState
+config = JobConfig(**json.loads(sys.argv[1]))
+state = JobState.open(config, data_job.BINDING, source=Source.open(config))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_the_lock_file_stays(tmp_path: Path) -> None:
+    first = FileLock(tmp_path / "lock")
+    inode = (tmp_path / "lock").stat().st_ino
+    with pytest.raises(OutputLocked):
+        FileLock(tmp_path / "lock")
+    first.release()
+    FileLock(tmp_path / "lock").release()
+    assert (tmp_path / "lock").stat().st_ino == inode
+
+
+@pytest.mark.parametrize("order", [[1, 2, 3], [3, 1, 2]])
+def test_shards_take_a_slice_each_and_the_last_finishes(config: JobConfig, order: list[int]) -> None:
+    whole = update(config, output=config.output.replace("out", "whole"))
+    data_job.run(whole)
+    ran = 0
+    for position, index in enumerate(order):
+        shard = update(config, shard=f"{index}/3")
+        data_job.run(shard, stop_after=14)
+        done = data_job.run(shard)
+        ran += done["ran"] + 14
+        assert done["finished"] == (position == 2)
+    assert ran == 100
+    check_output(config)
+    assert files_of(config).keys() == {name.replace("whole", "out") for name in files_of(whole)}
+    assert list(files_of(config).values()) == list(files_of(whole).values())
+    assert data_job.run(update(config, shard="2/3")) == {"ran": 0, "finished": True}
+    assert data_job.run(update(config, shard="2/3", overwrite=True))["finished"] is False
+    check_output(config)
+    for index in (1, 3):
+        last = data_job.run(update(config, shard=f"{index}/3", overwrite=True))
+    assert last["finished"]
+    check_output(config)
+
+
+def test_shards_run_side_by_side_but_not_beside_a_whole_run(config: JobConfig) -> None:
+    with opened(update(config, shard="1/2")), opened(update(config, shard="2/2")) as second:
+        assert (second.first_row, second.stop_row) == (60, 100)
+        with pytest.raises(OutputLocked):
+            opened(update(config, shard="1/2"))
+        with pytest.raises(OutputLocked):
+            opened(config)
+
+
+def test_more_shards_than_parts(config: JobConfig) -> None:
+    results = [data_job.run(update(config, shard=f"{index}/7")) for index in range(1, 8)]
+    assert sum(one["ran"] for one in results) == 100
+    assert results[-1]["finished"]
+    check_output(config)
+
+
+def test_nothing_of_the_storage_options_is_written(config: JobConfig, tmp_path: Path) -> None:
+    data_job.run(update(config, storage_options={"key": "hush-hush"}))
+    for path in tmp_path.rglob("*"):
+        assert path.is_dir() or b"hush-hush" not in path.read_bytes()
+
+
+# Remote outputs
+
+
+def forget(store: Any, tmp_path: Path) -> None:
+    if store.exists(f"/{tmp_path.name}"):
+        store.rm(f"/{tmp_path.name}", recursive=True)
+
+
+@pytest.fixture(params=["out.parquet", "out/"])
+def remote(tmp_path: Path, request: pytest.FixtureRequest) -> Any:
+    store = fsspec.filesystem("memory")
+    path = write(numbered(0, 100), tmp_path / "in.parquet")
+    url = f"memory://{tmp_path.name}/{request.param}"
+    yield JobConfig(inputs=(str(path),), output=url, rows_per_shard=30, work_dir=str(tmp_path / "work"))
+    forget(store, tmp_path)
+
+
+def remote_rows(config: JobConfig) -> pa.Table:
+    store = fsspec.filesystem("memory")
+    path = config.output.removeprefix("memory:/")
+    names = [path] if path.endswith(".parquet") else store.glob(f"{path}part-*.parquet")
+    return pa.concat_tables([pq.read_table(store.open(name)) for name in sorted(names)])
+
+
+def test_remote_output_needs_a_work_dir(remote: JobConfig) -> None:
+    with pytest.raises(UsageError, match="--work-dir"):
+        data_job.run(update(remote, work_dir=None))
+
+
+def test_remote_resume_and_overwrite(remote: JobConfig) -> None:
+    assert data_job.run(remote, stop_after=70) == {"ran": 70, "finished": False}
+    assert data_job.run(remote)["ran"] == 30
+    assert remote_rows(remote)["k"].to_pylist() == list(range(100))
+    assert data_job.run(remote) == {"ran": 0, "finished": True}
+    names = fsspec.filesystem("memory").find(remote.output.removeprefix("memory:/").rpartition("/")[0])
+    assert not [name for name in names if "journal" in name or "staging" in name or "tmp" in name]
+    with pytest.raises(BindingError, match="temperature"):
+        data_job.run(update(remote, temperature=0.5))
+    new = update(remote, temperature=0.5, overwrite=True, rows_per_shard=50)
+    data_job.run(new, stop_after=70)
+    assert remote_rows(remote).num_rows == 100
+    assert data_job.run(new)["finished"]
+    assert remote_rows(remote)["k"].to_pylist() == list(range(100))
+    assert data_job.run(update(new, overwrite=False)) == {"ran": 0, "finished": True}
+
+
+def test_remote_parts_survive_a_lost_work_dir(remote: JobConfig, tmp_path: Path) -> None:
+    """Only what was journalled is lost with it; adapters stay bound."""
+    with opened(remote) as state:
+        state.bind_adapter("a", "1" * 64)
+        state.journal.append([data_job.result(row, remote) for row in range(40)])
+        assert len(state.commit_ready()) == 1
+    other = update(remote, work_dir=str(tmp_path / "elsewhere"))
+    with opened(other) as state:
+        assert (state.committed, state.next_row, len(state.done)) == (1, 30, 30)
+        with pytest.raises(BindingError, match="adapter 'a'"):
+            state.bind_adapter("a", "2" * 64)
+
+
+def test_remote_shards(remote: JobConfig, tmp_path: Path) -> None:
+    done = [
+        data_job.run(update(remote, shard=f"{index}/2", work_dir=str(tmp_path / f"work{index}")))["finished"]
+        for index in (2, 1)
+    ]
+    assert done == [False, True]
+    assert remote_rows(remote)["k"].to_pylist() == list(range(100))
+
+
+@pytest.fixture
+def memory_store(tmp_path: Path) -> Any:
+    store = fsspec.filesystem("memory")
+    yield RemoteStore(store, f"/{tmp_path.name}")
+    forget(store, tmp_path)
+
+
+def test_a_lease_is_exclusive_until_released_or_stale(
+    memory_store: RemoteStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = Lease(memory_store, "lease")
+    with pytest.raises(OutputLocked, match="another run"):
+        Lease(memory_store, "lease")
+    first.check()
+    first.release()
+    second = Lease(memory_store, "lease", heartbeat=0.01)
+    assert second.epoch == first.epoch + 1
+    held = memory_store.read(f"lease/{second.epoch:08d}")
+    deadline = time.monotonic() + 5
+    while memory_store.read(f"lease/{second.epoch:08d}") == held:  # the heart beats
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    second._stop.set()  # the process hangs
+    second._thread.join()
+    monkeypatch.setattr(lock_module, "LEASE_SECONDS", 0.0)
+    third = Lease(memory_store, "lease")
+    monkeypatch.setattr(lock_module, "LEASE_SECONDS", 60.0)
+    with pytest.raises(OutputLocked, match="taken over"):
+        second.check()
+    third.check()
+    third.release()
+
+
+def test_of_many_at_once_one_gets_the_lease(memory_store: RemoteStore) -> None:
+    got: list[Lease] = []
+    start = threading.Barrier(4)
+
+    def take() -> None:
+        start.wait()
+        with suppress(OutputLocked):
+            got.append(Lease(memory_store, "lease"))
+
+    threads = [threading.Thread(target=take) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(got) == 1
+    got[0].release()
+
+
+class NoExclusiveCreate:
+    """A store that overwrites whatever it is told."""
+
+    protocol = "lax"
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def pipe_file(self, path: str, data: bytes, mode: str = "overwrite") -> None:
+        self._inner.pipe_file(path, data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+class OldStore(NoExclusiveCreate):
+    """A store that knows no mode."""
+
+    def pipe_file(self, path: str, data: bytes) -> None:  # type: ignore[override]
+        self._inner.pipe_file(path, data)
+
+
+@pytest.mark.parametrize("kind", [NoExclusiveCreate, OldStore])
+def test_a_store_without_exclusive_create_is_refused(tmp_path: Path, kind: Any) -> None:
+    store = RemoteStore(kind(fsspec.filesystem("memory")), f"/{tmp_path.name}")
+    with pytest.raises(UsageError, match="cannot create a file exclusively"):
+        Lease(store, "lease")
+
+
+class Flaky(NoExclusiveCreate):
+    """Fails so many times, then answers."""
+
+    failures = 0
+
+    def cat_file(self, path: str) -> bytes:
+        if self.failures:
+            self.failures -= 1
+            raise OSError("reset by peer")
+        return bytes(self._inner.cat_file(path))
+
+
+def test_a_store_that_is_away_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(store_module.time, "sleep", pauses.append)
+    flaky = Flaky(fsspec.filesystem("memory"))
+    store = RemoteStore(flaky, f"/{tmp_path.name}")
+    store.write("x", b"1")
+    flaky.failures = 3
+    assert store.read("x") == b"1"
+    assert pauses == [0.5, 1.0, 2.0]
+    flaky.failures = 100
+    with pytest.raises(StoreAway, match="does not answer"):
+        store.read("x")
+    flaky.failures = 0
+    assert store.read("none") is None
+    store.remove("x")
+
+
+def test_layouts(tmp_path: Path) -> None:
+    def layout(output: str, **values: Any) -> Layout:
+        return Layout.of(JobConfig(inputs=("in.parquet",), output=output, **values))
+
+    single = layout(f"{tmp_path}/x.parquet")
+    assert (single.target, single.state, single.parts) == ("x.parquet", "x.parquet.punica", "x.parquet.punica/parts/")
+    folder = layout(f"{tmp_path}/x/")
+    assert (folder.target, folder.state, folder.parts) == (None, "_punica", "")
+    assert layout(f"{tmp_path}/x").shown == folder.shown == f"{tmp_path}/x/"
+    assert layout(f"{tmp_path}/x.parquet/").target is None
+    (tmp_path / "d.parquet").mkdir()
+    with pytest.raises(UsageError, match="is a folder"):
+        layout(f"{tmp_path}/d.parquet")
+    remote = layout("memory://b/x.parquet", work_dir=str(tmp_path))
+    assert remote.local.parent == tmp_path
+    assert remote.shown == "memory://b/x.parquet"
