@@ -1,0 +1,198 @@
+"""One worker's engine: requests in, finished rows out. ``Engine.step`` is the architecture in five lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from punica_batch.engine.kv_cache import KVCache
+from punica_batch.engine.lora_pack import adapter_loader
+from punica_batch.engine.lora_store import LoraStore
+from punica_batch.engine.model_runner import ModelRunner, SampledTokens
+from punica_batch.engine.rows import Endings, RowState
+from punica_batch.engine.settings import EngineSettings
+from punica_batch.errors import RowError
+from punica_batch.models.config import ModelConfig
+from punica_batch.models.lora import ModelLora
+from punica_batch.models.weights import load_model
+from punica_batch.scheduler.batch import build_arrays
+from punica_batch.scheduler.scheduler import ScheduledBatch, Scheduler, SchedulerConfig
+from punica_batch.text.tokenizer import Tokenizer
+from punica_batch.types import Request, RowResult, WorkerStats
+
+# How long a step that finds nothing but loading adapters waits for one, seconds.
+_LOADING_WAIT = 0.02
+
+
+class Engine:
+    """Continuous batching over one model on one device.
+
+    ``add`` rows at any time and call ``step`` while ``has_work``: it answers the rows that have ended, each once,
+    failed ones too. A row's failure (too long, bad adapter, NaN) never raises; ``StoreAway`` does, when adapter files
+    cannot be had. Not for use by several threads.
+    """
+
+    def __init__(self, runner: ModelRunner, lora_store: LoraStore, endings: Endings, settings: EngineSettings) -> None:
+        self.runner = runner
+        self.lora_store = lora_store
+        self.settings = settings
+        self._endings = endings
+        self._scheduler = Scheduler(
+            SchedulerConfig(
+                num_blocks=settings.num_blocks, block_size=settings.block_size, max_num_seqs=settings.max_num_seqs,
+                max_num_batched_tokens=settings.max_num_batched_tokens, max_model_len=settings.max_model_len,
+                max_loras=settings.max_loras, age_bound=settings.age_bound,
+            ),
+            lora_store,
+        )  # fmt: skip
+        self._rows: dict[int, RowState] = {}
+        self._results: list[RowResult] = []
+        self._prompt_tokens = self._generated_tokens = self._preemptions = self._steps = 0
+
+    def add(self, request: Request) -> None:
+        """Takes a row, whose number must not be in work. One that can never run fails in the next ``step``."""
+        if request.row in self._rows:
+            raise ValueError(f"row {request.row} is in work already")
+        error = self._refusal(request)
+        if error is not None:
+            self._results.append(RowResult.failed(request.row, error, request.num_prompt_tokens))
+            return
+        row = RowState(request, self._endings)
+        self._rows[request.row] = row
+        for sample in row.samples:
+            self._scheduler.add(sample.sequence)
+        if request.lora_id is not None:
+            self.lora_store.prefetch([request.lora_id])
+
+    def step(self) -> list[RowResult]:
+        """Runs one step of the batch. Answers the rows (all samples) that have ended since the last call."""
+        self._fail_rows_of(self.lora_store.poll())
+        batch = self._scheduler.schedule()
+        if batch is None:
+            return self._idle()
+        sampled = self.runner.collect(self.runner.execute(build_arrays(batch, self.settings.block_size)))
+        self._scheduler.update(batch, sampled.token_ids)
+        self._end(batch, sampled)
+        return self._take_results()
+
+    def prefetch(self, lora_ids: Iterable[str]) -> None:
+        """The adapters that rows to come will need, in order: their files are read ahead."""
+        self.lora_store.prefetch(lora_id for lora_id in lora_ids if lora_id in self.settings.adapters)
+
+    def take_back(self, count: int) -> list[Request]:
+        """Gives up to ``count`` rows that have not started, the newest first; they are no longer this engine's."""
+        rows = dict.fromkeys(sequence.request.row for sequence in self._scheduler.take_back(count))
+        return [self._rows.pop(row).request for row in rows]
+
+    def abort(self, row: int) -> None:
+        """Drops a row in work; it will have no result. Nothing happens if it is not in work."""
+        state = self._rows.pop(row, None)
+        if state is not None:
+            for sample in state.samples:
+                self._scheduler.abort(sample.sequence)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether ``step`` has something to do or to answer."""
+        return bool(self._rows or self._results)
+
+    def stats(self) -> WorkerStats:
+        pool = self._scheduler.pool
+        return WorkerStats(
+            running=self._scheduler.num_running, waiting=self._scheduler.num_waiting,
+            kv_blocks_used=pool.num_blocks - pool.num_free, kv_blocks_total=pool.num_blocks,
+            adapters_resident=self.lora_store.num_resident,
+            prompt_tokens=self._prompt_tokens, generated_tokens=self._generated_tokens,
+            preemptions=self._preemptions, steps=self._steps,
+        )  # fmt: skip
+
+    def check_integrity(self) -> None:
+        """Asserts what must hold between steps. For tests and debugging."""
+        self._scheduler.check_integrity()
+        self.lora_store.check_integrity()
+        in_work = {s.request.row for s in (*self._scheduler.running, *self._scheduler.waiting)}
+        assert in_work == set(self._rows)
+
+    def close(self) -> None:
+        """Ends the loading threads."""
+        self.lora_store.close()
+
+    # -- private --
+
+    def _refusal(self, request: Request) -> RowError | None:
+        """Why a row can never run here."""
+        length, lora_id = request.num_prompt_tokens, request.lora_id
+        if length == 0:
+            return RowError("empty_prompt", "the prompt has no tokens")
+        if length >= self.settings.max_model_len:
+            return RowError(
+                "prompt_too_long", f"the prompt has {length} tokens; max_model_len is {self.settings.max_model_len}"
+            )
+        if not self._scheduler.fits(request):
+            room = self.settings.num_blocks * self.settings.block_size
+            return RowError("kv_too_small", f"prompt and max_tokens need more than the KV cache's {room} tokens")
+        if lora_id is None:
+            return None
+        if lora_id not in self.settings.adapters:
+            return RowError("unknown_adapter", f"adapter {lora_id!r} is not in the registry")
+        return self.lora_store.failures.get(lora_id)
+
+    def _fail_rows_of(self, lora_ids: list[str]) -> None:
+        """Ends the rows of adapters that turned out unusable. None of them runs: the adapter never was in a slot, or
+        was evicted, which no running row allows."""
+        for lora_id in lora_ids:
+            for request in [row.request for row in self._rows.values() if row.request.lora_id == lora_id]:
+                self._fail(request, self.lora_store.failures[lora_id])
+
+    def _idle(self) -> list[RowResult]:
+        if self._rows and not self._results:
+            self.lora_store.wait(_LOADING_WAIT)
+        return self._take_results()
+
+    def _end(self, batch: ScheduledBatch, sampled: SampledTokens) -> None:
+        """Tells the rows of their tokens and takes those that ended with them out of the batch."""
+        sequences = batch.sampled
+        self._steps += 1
+        self._preemptions += len(batch.preempted)
+        self._generated_tokens += len(sequences)
+        self._prompt_tokens += batch.num_tokens - len(batch.decodes)
+        for i, (chosen, top) in sampled.logprobs.items():
+            self._rows[sequences[i].request.row].add_logprobs(sequences[i], chosen, top)
+        for sequence, token_id, finite in zip(sequences, sampled.token_ids, sampled.finite, strict=True):
+            row = self._rows.get(sequence.request.row)
+            if row is None:  # another sample of it has failed in this step
+                continue
+            if not finite:
+                self._fail(row.request, RowError("nan_logits", "the model computed NaN or Inf for this row"))
+            elif row.push(sequence, token_id):
+                self._scheduler.finish(sequence)
+                if row.is_done:
+                    del self._rows[row.request.row]
+                    self._results.append(row.result(self.lora_store.sha256(row.request.lora_id)))
+
+    def _fail(self, request: Request, error: RowError) -> None:
+        self.abort(request.row)
+        self._results.append(RowResult.failed(request.row, error, request.num_prompt_tokens))
+
+    def _take_results(self) -> list[RowResult]:
+        results, self._results = self._results, []
+        return results
+
+
+def build_engine(settings: EngineSettings) -> Engine:
+    """Loads tokenizer and model and reserves the KV cache. Raises ``ModelError`` when the folder is not usable."""
+    config = ModelConfig.from_folder(settings.model)
+    tokenizer = Tokenizer.load(settings.tokenizer or settings.model, settings.model)
+    model = load_model(config, settings.model, getattr(torch, settings.dtype), settings.device)
+    store = LoraStore(
+        ModelLora.empty(config, settings.max_loras), adapter_loader(settings, model),
+        max_loras=settings.max_loras, read_ahead=settings.read_ahead,
+    )  # fmt: skip
+    cache = KVCache(
+        num_layers=config.num_hidden_layers, num_blocks=settings.num_blocks, block_size=settings.block_size,
+        num_kv_heads=config.num_key_value_heads, head_dim=config.head_dim,
+        dtype=getattr(torch, settings.kv_cache_dtype), device=settings.device,
+    )  # fmt: skip
+    endings = Endings(tokenizer, frozenset(tokenizer.eos_token_ids), settings.max_model_len)
+    return Engine(ModelRunner(model, cache, store, settings.seed), store, endings, settings)

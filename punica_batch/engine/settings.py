@@ -1,0 +1,70 @@
+"""``EngineSettings``: what a worker needs to build its engine. Plain data without torch: the parent makes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from punica_batch.errors import UsageError
+from punica_batch.types import AdapterSpec, Dtype
+
+if TYPE_CHECKING:
+    from punica_batch.config import JobConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """One engine on one device. Everything is decided: no "auto" is left.
+
+    ``model``: the folder of the base model; ``tokenizer``: that of the tokenizer (None: the model's). ``device`` is
+    torch's name of it. ``num_blocks`` KV blocks of ``block_size`` tokens; ``max_loras`` adapter slots;
+    ``max_num_batched_tokens`` bounds a step's rows. ``adapters`` are all that requests may name, by ``lora_id``;
+    ``storage_options`` open their files and are never shown. ``age_bound``: the steps for which the queue's head may
+    be overtaken. ``read_ahead``: adapters that may wait in host memory for their rows' turn.
+
+    Raises ``UsageError`` naming the field when a value is out of range.
+    """
+
+    model: str
+    tokenizer: str | None = None
+    dtype: Dtype = "float32"
+    kv_cache_dtype: Dtype = "float32"
+    device: str = "cpu"
+    num_blocks: int
+    block_size: int = 16
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    max_model_len: int
+    max_loras: int = 8
+    adapters: Mapping[str, AdapterSpec] = field(default_factory=dict)
+    storage_options: Mapping[str, str] = field(default_factory=dict, repr=False)
+    seed: int = 0
+    age_bound: int = 256
+    read_ahead: int = 4
+
+    def __post_init__(self) -> None:
+        for name in ("num_blocks", "block_size", "max_num_seqs", "max_model_len", "max_loras"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise UsageError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}): each running row computes a token in each step"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Dtypes:
+    """Of weights and activations, and of the KV cache."""
+
+    model: Dtype
+    kv_cache: Dtype
+
+
+def resolve_dtypes(config: JobConfig, stored: Dtype, device: str) -> Dtypes:
+    """``auto``: the checkpoint's own (``stored``) on a GPU, float32 on a CPU, where half precision is slower; the
+    cache as the model."""
+    own: Dtype = stored if device != "cpu" else "float32"
+    dtype = own if config.dtype == "auto" else config.dtype
+    return Dtypes(dtype, dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype)
