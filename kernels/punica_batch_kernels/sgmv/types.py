@@ -18,7 +18,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from punica_batch_kernels.sgmv.tiles import RowTiles
+from punica_batch_kernels.sgmv.tiles import RowTiles, build_tiles
 
 # Q, K and V: no more projections than these share an input.
 MAX_SLICES = 3
@@ -29,15 +29,16 @@ class Segments:
     """A step's rows grouped by adapter; built once a step, used by every layer.
 
     ``seg_indptr`` int32 [S + 1], rising from 0 to the number of rows; ``lora_indices`` int32 [S], slot or -1.
-    The ``_host`` tuples are the same numbers for backends that loop on the host. ``tiles`` is the work list of the
-    backends that do not; ``build`` makes it for CUDA devices. A step that replays a graph refills ``tiles`` alone.
+    The ``_host`` tuples are the same numbers for backends that loop on the host. ``tiles`` are the work
+    lists, one a kernel family, of the backends that do not; ``build`` makes them for CUDA devices (elsewhere: None).
+    A step that replays a graph refills the tiles alone.
     """
 
     seg_indptr: Tensor
     lora_indices: Tensor
     seg_indptr_host: tuple[int, ...]
     lora_indices_host: tuple[int, ...]
-    tiles: RowTiles | None = None
+    tiles: tuple[RowTiles, ...] | None = None
 
     @classmethod
     def build(cls, seg_indptr: list[int], lora_indices: list[int], device: torch.device | str = "cpu") -> Segments:
@@ -51,7 +52,7 @@ class Segments:
             torch.tensor(lora_indices, dtype=torch.int32, device=device),
             tuple(seg_indptr),
             tuple(lora_indices),
-            RowTiles.build(seg_indptr, lora_indices, device) if torch.device(device).type == "cuda" else None,
+            build_tiles(seg_indptr, lora_indices, device) if torch.device(device).type == "cuda" else None,
         )
 
     @property

@@ -1,0 +1,195 @@
+"""Times the SGMV add-on of a whole Llama-2-7B step (4 groups x 32 layers) in one CUDA graph, against its bytes.
+
+    python benchmarks/sgmv_micro.py [--rank 16] [--rows 32 64 128 256] [--bandwidth 4.21] [--products]
+
+The limit is what must move through device memory, at the copy bandwidth given in TB/s: at decode each adapter's
+weights once (activations stay in the cache), at prefill x read once, y read and written. ``--products`` also times the
+step's matrix products without and with the add-on, in one graph each: what the adapters cost where it counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
+from punica_batch_kernels.sgmv import triton_backend
+from punica_batch_kernels.sgmv.slot_table import SlotTables
+from punica_batch_kernels.sgmv.tiles import RowTiles, build_tiles
+from punica_batch_kernels.sgmv.types import LoraGroup, Segments, SlotWeights
+
+HIDDEN, INTERMEDIATE, LAYERS = 4096, 11008, 32
+GROUPS = ((HIDDEN, (HIDDEN,) * 3), (HIDDEN, (HIDDEN,)), (HIDDEN, (INTERMEDIATE,) * 2), (INTERMEDIATE, (HIDDEN,)))
+KINDS = ("identical", "skewed", "uniform", "distinct")
+CUDA = torch.device("cuda")
+
+
+@dataclass
+class Model:
+    groups: list[LoraGroup]  # layer by layer, as GROUPS orders them
+    tables: SlotTables
+    adapter_bytes: int
+
+
+def make_model(rank: int, slots: int, dtype: torch.dtype) -> Model:
+    """Every slot holds its own random weights in a buffer of its own, packed as the engine does."""
+    per_layer = sum(rank * (into * len(widths) + sum(widths)) for into, widths in GROUPS)
+    offsets = [(0, *np.cumsum(widths).tolist()) for _, widths in GROUPS]
+    groups = [LoraGroup(into, offsets[i], [None] * slots) for _ in range(LAYERS) for i, (into, _) in enumerate(GROUPS)]
+    for slot in range(slots):
+        flat = torch.empty(per_layer * LAYERS, dtype=dtype, device=CUDA).normal_(std=0.02)
+        pieces = iter_pieces(flat)
+        for i, group in enumerate(groups):
+            widths = GROUPS[i % len(GROUPS)][1]
+            a = pieces(rank * len(widths), group.in_features)
+            group.slots[slot] = SlotWeights(a, tuple(pieces(rank, w).t() for w in widths), (rank,) * len(widths))
+    tables = SlotTables(groups, rank, dtype, CUDA)
+    return Model(groups, tables, per_layer * LAYERS * dtype.itemsize)
+
+
+def iter_pieces(flat: torch.Tensor) -> Callable[[int, int], torch.Tensor]:
+    start = 0
+
+    def piece(rows: int, columns: int) -> torch.Tensor:
+        nonlocal start
+        start += rows * columns
+        return flat[start - rows * columns : start].view(rows, columns)
+
+    return piece
+
+
+def lengths_of(kind: str, rows: int) -> list[int]:
+    """Rows of each adapter (the popularities of the Punica paper, section 7)."""
+    if kind == "identical":
+        return [rows]
+    if kind == "distinct":
+        return [1] * rows
+    adapters = math.ceil(math.sqrt(rows))
+    if kind == "uniform":
+        return [rows // adapters + (i < rows % adapters) for i in range(adapters)]
+    weights = 1.5 ** -np.arange(adapters, dtype=float)
+    which = np.random.default_rng(7).choice(adapters, rows, p=weights / weights.sum())
+    return [n for n in np.bincount(which, minlength=adapters).tolist() if n]
+
+
+def segments_for(lengths: list[int], block_m: int | None = None) -> Segments:
+    starts, slots = [0, *np.cumsum(lengths).tolist()], list(range(len(lengths)))
+    tiles = build_tiles(starts, slots, CUDA)
+    if block_m is not None:
+        tiles = (RowTiles.build(starts, slots, CUDA, block_m),)
+    empty = torch.empty(0, dtype=torch.int32)
+    return Segments(empty, empty, tuple(starts), tuple(slots), tiles)
+
+
+def activations(rows: int, dtype: torch.dtype) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    xs = [torch.randn(rows, into, device=CUDA).to(dtype) for into, _ in GROUPS]
+    ys = [torch.zeros(rows, sum(widths), dtype=dtype, device=CUDA) for _, widths in GROUPS]
+    return xs, ys
+
+
+def graph_of(step: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph
+
+
+def milliseconds(graph: torch.cuda.CUDAGraph, repeats: int = 25) -> float:
+    """Median of the replays after a warm-up."""
+    for _ in range(3):
+        graph.replay()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    for event in events:
+        event.record()
+        graph.replay()
+    events[-1].record()
+    torch.cuda.synchronize()
+    return statistics.median(a.elapsed_time(b) for a, b in pairwise(events[:-1]))
+
+
+def add_on(model: Model, segments: Segments, rows: int, dtype: torch.dtype) -> Callable[[], None]:
+    xs, ys = activations(rows, dtype)
+
+    def step() -> None:
+        for i, group in enumerate(model.groups):
+            triton_backend.add_lora(ys[i % len(GROUPS)], xs[i % len(GROUPS)], group, segments)
+
+    return step
+
+
+def products(
+    weights: list[torch.Tensor], rows: int, dtype: torch.dtype, model: Model | None, segments: Segments | None
+) -> Callable[[], None]:
+    xs, ys = activations(rows, dtype)
+
+    def step() -> None:
+        for i, weight in enumerate(weights):
+            x, y = xs[i % len(GROUPS)], ys[i % len(GROUPS)]
+            torch.mm(x, weight.t(), out=y)
+            if model is not None and segments is not None:
+                triton_backend.add_lora(y, x, model.groups[i], segments)
+
+    return step
+
+
+def limit_ms(model: Model, lengths: list[int], prefill: bool, bandwidth: float, itemsize: int) -> float:
+    moved = len(lengths) * model.adapter_bytes
+    if prefill:
+        columns = sum(into + 2 * sum(widths) for into, widths in GROUPS)
+        moved += sum(lengths) * columns * itemsize * LAYERS
+    return moved / bandwidth / 1e9
+
+
+def cases(rows: list[int]) -> Iterator[tuple[str, int, str, list[int]]]:
+    for m in rows:
+        for kind in KINDS:
+            yield "decode", m, kind, lengths_of(kind, m)
+    for kind, lengths in (("1 x 4096", [4096]), ("8 x 512", [512] * 8), ("64 x 64", [64] * 64)):
+        yield "prefill", 4096, kind, lengths
+    yield "mixed", 2304, "8 x 256 + 256", [256] * 8 + [1] * 248
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--rows", type=int, nargs="+", default=[32, 64, 128, 256])
+    parser.add_argument("--bandwidth", type=float, default=4.21, help="TB/s, read + written")
+    parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="float16")
+    parser.add_argument("--products", action="store_true")
+    args = parser.parse_args()
+    dtype = getattr(torch, args.dtype)
+    model = make_model(args.rank, max(256, *args.rows), dtype)
+    weights = []
+    if args.products:
+        shapes = [(sum(widths), into) for into, widths in GROUPS] * LAYERS
+        weights = [torch.empty(shape, dtype=dtype, device=CUDA).normal_(std=0.02) for shape in shapes]
+    print(f"{torch.cuda.get_device_name()}, rank {args.rank}, {args.dtype}; ms a step of {LAYERS} layers")
+    print("| phase | rows | adapters | tiles | limit | add-on | x limit |" + (" products | + add-on |" * args.products))
+    print("|---|---|---|---|---|---|---|" + "---|---|" * args.products)
+    for phase, rows, kind, lengths in cases(args.rows):
+        segments = segments_for(lengths)
+        limit = limit_ms(model, lengths, phase != "decode", args.bandwidth, dtype.itemsize)
+        took = milliseconds(graph_of(add_on(model, segments, sum(lengths), dtype)))
+        assert segments.tiles is not None
+        tiles = " + ".join(f"{t.entries.shape[0]} of {t.block_m}" for t in segments.tiles)
+        line = f"| {phase} | {rows} | {kind} | {tiles} | {limit:.2f} | {took:.2f} | {took / limit:.2f} |"
+        if args.products:
+            alone = milliseconds(graph_of(products(weights, rows, dtype, None, None)))
+            both = milliseconds(graph_of(products(weights, rows, dtype, model, segments)))
+            line += f" {alone:.2f} | {both:.2f} |"
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()
