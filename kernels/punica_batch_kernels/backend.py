@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
+from punica_batch_kernels.attention import flashinfer_backend
 from punica_batch_kernels.attention import reference as attention_reference
-from punica_batch_kernels.attention.types import AttentionMetadata
+from punica_batch_kernels.attention.types import AttentionMetadata, AttentionShape
+from punica_batch_kernels.sgmv import AddLora, backend_for
 from punica_batch_kernels.sgmv import reference as sgmv_reference
-from punica_batch_kernels.sgmv.types import LoraGroup, Segments
-
-
-class AddLora(Protocol):
-    def __call__(
-        self, y: Tensor, x: Tensor, group: LoraGroup, segments: Segments, buffer: Tensor | None = None
-    ) -> None: ...
+from punica_batch_kernels.sgmv.native import load as load_native
 
 
 class WriteKV(Protocol):
@@ -45,12 +43,16 @@ class PagedAttention(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """The functions' meanings are those of ``sgmv.reference`` and ``attention.reference``."""
+    """The functions' meanings are those of ``sgmv.reference`` and ``attention.reference``.
+
+    ``note``: one sentence where a slower backend than the device's best had to be taken.
+    """
 
     add_lora: AddLora
     write_kv: WriteKV
     plan_attention: PlanAttention
     paged_attention: PagedAttention
+    note: str | None = None
 
 
 REFERENCE = Kernels(
@@ -59,3 +61,32 @@ REFERENCE = Kernels(
     plan_attention=attention_reference.plan_attention,
     paged_attention=attention_reference.paged_attention,
 )
+
+
+def kernels_for(
+    device: torch.device,
+    dtype: torch.dtype,
+    attention: AttentionShape,
+    kv_dtype: torch.dtype | None = None,
+    cache: Path | None = None,
+) -> Kernels:
+    """On the CPU plain torch, but for SGMV of float32, in C where a compiler is found. On CUDA devices SGMV by Triton,
+    and attention by FlashInfer where that is installed, can compile and has kernels for the model; else plain torch,
+    and ``note`` says why.
+
+    ``dtype``: of the model; ``kv_dtype``: of its KV cache (None: the same). ``cache``: the folder for what is compiled
+    (None: nothing is).
+    """
+    if device.type != "cuda":
+        native = load_native(cache) if cache is not None and dtype is torch.float32 else None
+        return REFERENCE if native is None else replace(REFERENCE, add_lora=native.add_lora)
+    add_lora = backend_for(device).add_lora
+    reason = flashinfer_backend.unsupported(attention, dtype, kv_dtype or dtype)
+    if reason is None:
+        try:
+            backend = flashinfer_backend.FlashInferAttention(attention, dtype, device)
+        except Exception as error:  # not installed, no compiler, a version of another mind: all of them leave torch
+            reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        else:
+            return Kernels(add_lora, attention_reference.write_kv, backend.plan, backend.run)
+    return replace(REFERENCE, add_lora=add_lora, note=f"attention runs in plain torch, not by FlashInfer: {reason}")

@@ -4,79 +4,12 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 import torch
+from attention_cases import BLOCK, HEAD_DIM, Case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from punica_batch_kernels.attention import reference
-from punica_batch_kernels.attention.types import AttentionMetadata
-from torch import Tensor
-
-BLOCK = 16
-HEAD_DIM = 8
-
-
-class Case:
-    """Sequences of (rows this step, keys in all), with their keys written to shuffled blocks of NaN-filled caches."""
-
-    def __init__(self, lengths: list[tuple[int, int]], heads: int, kv_heads: int, seed: int = 0) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        # Prefills first, decodes last.
-        self.lengths = [x for x in lengths if x[0] > 1] + [x for x in lengths if x[0] == 1]
-        self.keys = [torch.randn(kv, kv_heads, HEAD_DIM, generator=generator) for _, kv in self.lengths]
-        self.values = [torch.randn(kv, kv_heads, HEAD_DIM, generator=generator) for _, kv in self.lengths]
-        rows = sum(q for q, _ in self.lengths)
-        self.q = torch.randn(rows, heads, HEAD_DIM, generator=generator)
-        counts = [-(-kv // BLOCK) for _, kv in self.lengths]
-        free = torch.randperm(sum(counts) + 3, generator=generator).tolist()
-        tables = np.zeros((len(lengths), max(counts)), np.int32)
-        self.k_cache = torch.full((len(free), BLOCK, kv_heads, HEAD_DIM), math.nan)
-        self.v_cache = self.k_cache.clone()
-        slots: list[int] = []
-        for s, (q, kv) in enumerate(self.lengths):
-            blocks = [free.pop() for _ in range(counts[s])]
-            tables[s, : counts[s]] = blocks
-            mapping = [blocks[p // BLOCK] * BLOCK + p % BLOCK for p in range(kv)]
-            slots += mapping[kv - q :]
-            old = torch.tensor(mapping[: kv - q], dtype=torch.int64)
-            reference.write_kv(
-                self.keys[s][: kv - q], self.values[s][: kv - q], self.k_cache, self.v_cache, old
-            )  # what earlier steps wrote
-        starts = np.cumsum([0] + [q for q, _ in self.lengths])
-        kv_lens = [kv for _, kv in self.lengths]
-        prefills = [q for q, _ in self.lengths if q > 1]
-        self.meta = AttentionMetadata(
-            qo_indptr=torch.from_numpy(starts.astype(np.int32)),
-            kv_lens=torch.tensor(kv_lens, dtype=torch.int32),
-            block_tables=torch.from_numpy(tables),
-            slot_mapping=torch.tensor(slots, dtype=torch.int64),
-            num_prefills=len(prefills),
-            num_prefill_tokens=sum(prefills),
-            qo_indptr_host=tuple(starts.tolist()),
-            kv_lens_host=tuple(kv_lens),
-        )
-        new_k = torch.cat([k[kv - q :] for k, (q, kv) in zip(self.keys, self.lengths, strict=True)])
-        new_v = torch.cat([v[kv - q :] for v, (q, kv) in zip(self.values, self.lengths, strict=True)])
-        reference.write_kv(new_k, new_v, self.k_cache, self.v_cache, self.meta.slot_mapping)
-
-    def expected(self, scale: float, window: int | None) -> Tensor:
-        out = []
-        for s, (q, kv) in enumerate(self.lengths):
-            group = self.q.shape[1] // self.keys[s].shape[1]
-            for r in range(q):
-                row, position = self.q[sum(x for x, _ in self.lengths[:s]) + r].double(), kv - q + r
-                first = 0 if window is None else max(0, position - window + 1)
-                k = self.keys[s][first : position + 1].double().repeat_interleave(group, dim=1)
-                v = self.values[s][first : position + 1].double().repeat_interleave(group, dim=1)
-                weights = torch.softmax(torch.einsum("hd,khd->hk", row, k) * scale, dim=-1)
-                out.append(torch.einsum("hk,khd->hd", weights, v))
-        return torch.stack(out)
-
-    def check(self, window: int | None = None, scale: float = 0.3) -> None:
-        got = reference.paged_attention(self.q, self.k_cache, self.v_cache, self.meta, scale=scale, window=window)
-        torch.testing.assert_close(got.double(), self.expected(scale, window), atol=2e-6, rtol=1e-5)
-
 
 BORDERS = (1, 2, 15, 16, 17, 31, 32, 33, 48, 49)
 

@@ -71,7 +71,7 @@ def plan_attention(meta: AttentionMetadata, block_size: int, *, window: int | No
     q_starts = np.asarray(meta.qo_indptr_host, dtype=np.int64)
     q_lens = np.diff(q_starts)
     kv_lens = np.asarray(meta.kv_lens_host, dtype=np.int64)
-    tables = meta.block_tables.cpu().numpy()
+    tables = meta.block_tables_host
     groups = _group(q_lens, kv_lens, window)
     buckets = [
         _bucket(g, q_starts, q_lens, kv_lens, tables, block_size, window, meta.block_tables.device) for g in groups

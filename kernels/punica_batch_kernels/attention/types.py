@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What a model's attention always is, for backends that prepare for it. ``windows``: those that its layers use."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    windows: frozenset[int | None] = frozenset({None})
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,10 +29,9 @@ class AttentionMetadata:
     - ``kv_lens`` int32 [S]: keys visible to the sequence's last row, this step's own included;
     - ``block_tables`` int32 [S, max blocks]: block ids in order, unused entries 0;
     - ``slot_mapping`` int64 [T]: where row t's key and value go, ``block * block_size + offset``;
-    - ``num_prefills``: sequences before the first decode; ``num_prefill_tokens``: their rows;
-    - ``window``: keys further back than this many positions are not seen (None: all are).
+    - ``num_prefills``: sequences before the first decode; ``num_prefill_tokens``: their rows.
 
-    ``*_host`` mirror the numbers for backends that loop on the host.
+    ``*_host`` mirror the numbers for backends that plan on the host.
     """
 
     qo_indptr: Tensor
@@ -31,3 +42,4 @@ class AttentionMetadata:
     num_prefill_tokens: int
     qo_indptr_host: tuple[int, ...]
     kv_lens_host: tuple[int, ...]
+    block_tables_host: NDArray[np.int32]

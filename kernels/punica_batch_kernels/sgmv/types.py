@@ -15,7 +15,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from punica_batch_kernels.sgmv.tiles import RowTiles, build_tiles
@@ -71,6 +73,7 @@ class SlotWeights:
 
     ``a`` [sum of ranks, h_in]: the slices' A stacked. ``b``: one [h_out of the slice, rank] a slice, scale folded in
     (None where the rank is 0). ``ranks``: one a slice. ``a_t``, ``b_t``: their transposed views, made once.
+    ``descriptor``: a backend's own note of where they lie.
     """
 
     a: Tensor
@@ -78,6 +81,7 @@ class SlotWeights:
     ranks: tuple[int, ...]
     a_t: Tensor = field(init=False, repr=False)
     b_t: tuple[Tensor | None, ...] = field(init=False, repr=False)
+    descriptor: NDArray[np.int64] | None = field(init=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
         self.a_t = self.a.t()
