@@ -20,8 +20,8 @@ check: $(VENV)/.dev  ## style, types, import rules
 gpu-test: $(VENV)/.dev  ## on a machine with an NVIDIA GPU
 	$(BIN)/python -m pytest tests/gpu -m gpu -rs
 
-bench: $(VENV)/.dev  ## the CPU benchmark; run it on a quiet machine
-	$(BIN)/python benchmarks/cpu_speed.py
+bench: $(VENV)/.dev  ## the CPU benchmark (MODEL=folder ADAPTERS=folder); run it on a quiet machine
+	$(BIN)/python benchmarks/cpu_speed.py $(MODEL) $(ADAPTERS)
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -16,7 +16,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from punica_batch.commands import adapters, doctor, plan, retry, run, status, validate
-from punica_batch.errors import Interrupted, PunicaError
+from punica_batch.errors import Interrupted, PunicaError, Signalled
 
 app = typer.Typer(
     name="punica-batch",
@@ -60,8 +60,11 @@ def execute(arguments: Sequence[str]) -> int:
         try:
             code: Any = app(list(arguments), prog_name="punica-batch", standalone_mode=False, obj=context)
             return code if isinstance(code, int) else 0
+        except Signalled as error:
+            failure: BaseException = error
+            line, exit_code = str(error), Interrupted.exit_code
         except PunicaError as error:
-            failure: Exception = error
+            failure = error
             line, exit_code = str(error), error.exit_code
         except Exception as error:
             failure = error
@@ -104,4 +107,4 @@ def _signals() -> Iterator[None]:
 def _interrupt(number: int, _frame: FrameType | None) -> NoReturn:
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, signal.SIG_DFL)
-    raise Interrupted(f"stopped by {signal.Signals(number).name}; the same command again continues")
+    raise Signalled(signal.Signals(number).name)

@@ -70,6 +70,14 @@ class Interrupted(PunicaError):
     exit_code = 75
 
 
+class Signalled(BaseException):
+    """A signal's handler unwinds the process with it; it becomes ``Interrupted`` at the top. Not an ``Exception``: code
+    that expects any failure of a library must not take it for one."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"stopped by {name}; run the same command again to continue")
+
+
 class OutputLocked(Interrupted):
     pass
 

@@ -5,8 +5,11 @@ Everything here is plain, immutable data, safe to send to another process or mac
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -59,6 +62,20 @@ class SamplingParams:
             if not good:
                 raise UsageError(f"{name} must be {want}, not {getattr(self, name)!r}")
 
+    def __reduce__(self) -> tuple[Callable[..., SamplingParams], tuple[Any, ...]]:
+        return _restore_sampling, (
+            self.max_tokens, self.temperature, self.top_p, self.top_k, self.min_p, self.seed, self.stop, self.n,
+            self.logprobs, self.ignore_eos,
+        )  # fmt: skip
+
+
+# What crosses processes with every row has a ``__reduce__`` of its own: a frozen dataclass with slots is else pickled
+# and unpickled in Python field by field, which costs more than all else that is done for a short row.
+@lru_cache(maxsize=1024)
+def _restore_sampling(*values: Any) -> SamplingParams:
+    """Rows of one job mostly say the same: they share the object."""
+    return SamplingParams(*values)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
@@ -76,6 +93,14 @@ class Request:
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_token_ids)
+
+    def __reduce__(self) -> tuple[Callable[..., Request], tuple[Any, ...]]:
+        return _restore_request, (self.row, self.prompt_token_ids.tobytes(), self.lora_id, self.sampling)
+
+
+def _restore_request(row: int, prompt: bytes, lora_id: str | None, sampling: SamplingParams) -> Request:
+    lora_id = sys.intern(lora_id) if lora_id is not None else None
+    return Request(row, np.frombuffer(prompt, np.int32), lora_id, sampling)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +120,9 @@ class Completion:
     finish_reason: FinishReason
     logprobs: TokenLogprobs | None = None
 
+    def __reduce__(self) -> tuple[type[Completion], tuple[Any, ...]]:
+        return Completion, (self.token_ids, self.text, self.finish_reason, self.logprobs)
+
 
 @dataclass(frozen=True, slots=True)
 class RowResult:
@@ -112,6 +140,9 @@ class RowResult:
     @classmethod
     def failed(cls, row: int, error: RowError, prompt_tokens: int | None = None) -> RowResult:
         return cls(row=row, prompt_tokens=prompt_tokens, error=str(error))
+
+    def __reduce__(self) -> tuple[type[RowResult], tuple[Any, ...]]:
+        return RowResult, (self.row, self.prompt_tokens, self.completions, self.error, self.adapter_sha256)
 
 
 @dataclass(frozen=True, slots=True)

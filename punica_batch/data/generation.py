@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from punica_batch.data.commits import open_commits
 from punica_batch.data.crashpoints import crashpoint
 from punica_batch.data.finish import COMPLETE, remove_generation, switch_generation
 from punica_batch.data.layout import Layout
@@ -19,7 +20,7 @@ def choose_generation(base: Layout, plan: Plan, *, overwrite: bool) -> tuple[Lay
     A switch that was interrupted is completed first; when it was this plan's, that is the end of it. ``next/`` goes on
     when it is of the same plan, with ``overwrite`` said again or not; of another plan it is begun anew. ``overwrite``
     works there even when there is nothing to replace, so that the same command finds what it has begun.
-    Raises ``BindingError`` saying what has changed.
+    A plan under which nothing was done is replaced. Raises ``BindingError`` saying what has changed.
     """
     new = base.next_generation()
     was_complete = base.store.read(new.in_state(COMPLETE)) is not None
@@ -39,6 +40,8 @@ def choose_generation(base: Layout, plan: Plan, *, overwrite: bool) -> tuple[Lay
             raise BindingError(f"{base.shown} is there, but not of this program's making: --overwrite replaces it")
         return base, _begin(base, plan)
     changes = current.changes(plan)
+    if changes and _is_untouched(base, current):
+        return base, _begin(base, plan)
     if changes:
         raise BindingError(
             f"{base.shown} was begun with something else: {'; '.join(changes[:5])}. "
@@ -57,6 +60,12 @@ def _begin(layout: Layout, plan: Plan) -> Plan:
     layout.store.write(layout.in_state("plan.json"), plan.to_bytes())
     crashpoint("plan.write.after")
     return plan
+
+
+def _is_untouched(layout: Layout, plan: Plan) -> bool:
+    """No row was done under this plan: a run that was refused before any work binds nothing."""
+    shards = [layout.for_shard(index, plan.shards) for index in range(plan.shards)]
+    return not any(any(shard.journal.glob("*.seg")) or open_commits(shard, repair=False).load() for shard in shards)
 
 
 def _has_output(base: Layout) -> bool:

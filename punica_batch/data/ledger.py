@@ -28,12 +28,21 @@ class AdapterLedger:
         for info in commits:
             self._committed.update(info.adapters)
         self._digests: dict[str, str] = {}
-        self._read()
+        self._size = 0  # of the file when it was last read or written
+        self._read(repair=False)
 
-    def _read(self) -> None:
-        for value in read_lines(self._path, repair=False):
+    def _read(self, *, repair: bool) -> None:
+        """What other slices have added. ``repair`` cuts off a torn last line, so that the next can be appended."""
+        if self._file_size() == self._size:
+            return
+        for value in read_lines(self._path, repair=repair):
             assert isinstance(value, dict)
             self._digests[value["name"]] = value["sha256"]
+        self._size = self._file_size() if repair else 0
+
+    def _file_size(self) -> int:
+        with disk_errors("read", self._path):
+            return self._path.stat().st_size if self._path.exists() else 0
 
     @property
     def digests(self) -> dict[str, str]:
@@ -48,8 +57,7 @@ class AdapterLedger:
         if all(known.get(name) == digest for name, digest in digests.items()):
             return
         with self._locked():
-            read_lines(self._path)  # cuts off a torn last line before the next is appended
-            self._read()
+            self._read(repair=True)
             known = self.digests
             for name, digest in digests.items():
                 if known.get(name, digest) != digest and not rebind:
@@ -61,6 +69,7 @@ class AdapterLedger:
                 if known.get(name) != digest:
                     append_line(self._path, {"name": name, "sha256": digest}, "adapters")
                     self._digests[name] = digest
+            self._size = self._file_size()
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

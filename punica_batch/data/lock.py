@@ -16,7 +16,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from punica_batch.data.disk import disk_errors, make_folder
@@ -51,8 +51,9 @@ class FileLock:
                     raise OutputLocked(f"another run{who} holds {path.parent}: wait for it, or stop it") from None
                 time.sleep(0.05)
         if not shared:
-            os.ftruncate(self._descriptor, 0)
-            os.pwrite(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+            with suppress(OSError):  # on a full disk the lock holds without its holder's name
+                os.ftruncate(self._descriptor, 0)
+                os.pwrite(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
     def release(self) -> None:
         os.close(self._descriptor)

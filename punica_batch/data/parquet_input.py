@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -93,6 +94,12 @@ class ParquetTable:
         finally:
             self._idle.append((key, cursor))
             del self._idle[:-_CURSORS_KEPT]
+
+    def group_start(self, row: int) -> int:
+        """The first row of the row group that holds ``row``: to read ``row``, all from there on must be decoded."""
+        one = self._inputs[bisect_right([one.first_row for one in self._inputs], row) - 1]
+        group = int(np.searchsorted(one.group_starts, row - one.first_row, side="right")) - 1
+        return one.first_row + int(one.group_starts[group])
 
     def _take_cursor(self, key: tuple[str, ...]) -> Cursor:
         for entry in self._idle:

@@ -67,14 +67,16 @@ def output_schema(source_schema: pa.Schema, config: JobConfig, *, lists: bool | 
 
 
 def carried_schema(source_schema: pa.Schema, config: JobConfig) -> pa.Schema:
-    """The input columns that the output carries. Raises ``InputError`` for an unknown name in ``--columns``."""
+    """The input columns that the output carries: all, or those of ``--columns`` behind the id column, if there is one,
+    by which rows are joined to the rest again. Raises ``InputError`` for an unknown name in ``--columns``."""
     if config.columns is None:
         return source_schema
     for name in config.columns:
         if name not in source_schema.names:
             raise InputError(f"--columns: the input has no column {name!r}, only {', '.join(source_schema.names)}")
     metadata = {key: value for key, value in (source_schema.metadata or {}).items() if key != b"pandas"}
-    fields = [source_schema.field(name) for name in dict.fromkeys(config.columns)]
+    ids = [config.id_column] if config.id_column in source_schema.names else []
+    fields = [source_schema.field(name) for name in dict.fromkeys((*ids, *config.columns))]
     return pa.schema(fields, metadata=metadata or None)
 
 

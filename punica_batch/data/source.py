@@ -91,6 +91,10 @@ class Source:
         names = self.schema.names if columns is None else list(columns)
         return _combined(self._table.read(start, min(stop, self.num_rows), names), batch_rows)
 
+    def seek_start(self, row: int) -> int:
+        """Where reading has to begin for ``row`` to be reached: its row group's first row (of JSON lines: itself)."""
+        return row if isinstance(self._table, OpenAIInput) else self._table.group_start(row)
+
     def work_batches(self, start: int, stop: int, batch_rows: int = 2048) -> Iterator[pa.RecordBatch]:
         """Rows ``start`` to ``stop - 1`` in order as batches of ``work_schema``."""
         if isinstance(self._table, OpenAIInput):

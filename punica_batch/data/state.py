@@ -46,6 +46,13 @@ from punica_batch.errors import JobError, UsageError
 from punica_batch.types import JsonDict
 
 
+def finished_binding(config: JobConfig) -> JsonDict | None:
+    """What bound the output of ``config``, if it is finished; no lock is taken."""
+    layout = Layout.of(config)
+    data = layout.store.read(layout.in_state("plan.json")) if read_success(layout) is not None else None
+    return None if data is None else Plan.from_bytes(data, layout.shown).binding
+
+
 class JobState:
     """One run's hold on its output (or its ``--shard I/N``): rows ``first_row`` to ``stop_row - 1``."""
 

@@ -16,7 +16,7 @@ from punica_batch.config import JobConfig
 from punica_batch.data.columns import find_work_columns, to_work
 from punica_batch.data.schema import carried_schema, has_lists, output_schema, result_schema, results_to_batch
 from punica_batch.engine.engine import build_engine
-from punica_batch.engine.settings import EngineSettings, resolve_dtypes
+from punica_batch.engine.settings import DEFAULT_MAX_LORA_RANK, EngineSettings, resolve_dtypes
 from punica_batch.errors import JobError, UsageError
 from punica_batch.models.config import ModelConfig, resolve_model
 from punica_batch.planner.memory import memory_plan
@@ -141,6 +141,7 @@ def _settings(
         num_blocks=memory.num_blocks, block_size=config.block_size, max_num_seqs=memory.max_num_seqs,
         max_num_batched_tokens=batched_tokens, max_model_len=max_model_len,
         max_loras=config.max_loras or max(1, min(num_adapters, _MAX_LORAS)),
+        max_lora_rank=config.max_lora_rank or DEFAULT_MAX_LORA_RANK,
         adapters={name: registry.get(name) for name in registry.names()},
         storage_options=registry.storage_options, seed=config.seed,
     )  # fmt: skip

@@ -31,7 +31,8 @@ _ALIGN = 64
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedAdapter:
     """``groups``: one entry for each of ``fused_modules``, None where the adapter does not touch it. ``embedding``: its
-    (A [rank, vocab], B [hidden, rank]). All are views of ``buffer``, of the model's dtype; scales are folded into B."""
+    (A [rank, vocab], B [hidden, rank]). All are views of ``buffer``, of the model's dtype; scales are folded into B,
+    which is stored rank by rank (its transpose is contiguous), as the device kernels read it."""
 
     sha256: str
     buffer: Tensor
@@ -42,11 +43,10 @@ class PackedAdapter:
         """The same on ``device``, in one copy; itself where it is there already."""
         if self.buffer.device.type == device.type:
             return self
-        flat = self.buffer.to(device)
+        flat = _upload(self.buffer, device) if device.type == "cuda" else self.buffer.to(device)
 
         def moved(view: Tensor) -> Tensor:
-            start = view.storage_offset()
-            return flat[start : start + view.numel()].view(view.shape)
+            return flat.as_strided(view.shape, view.stride(), view.storage_offset())
 
         groups = tuple(
             g and SlotWeights(moved(g.a), tuple(None if b is None else moved(b) for b in g.b), g.ranks)
@@ -92,13 +92,14 @@ def pack_adapter(adapter: LoadedAdapter, num_layers: int, dtype: torch.dtype, de
     fused = fused_modules(num_layers)
     tensors = [modules[name] for names in (*fused, (EMBEDDING,)) for name in names if name in modules]
     size = sum(_padded(t.a.size) + _padded(t.b.size) for t in tensors)
-    buffer = _Buffer(torch.zeros(size, dtype=dtype))
+    buffer = _Buffer(torch.zeros(size, dtype=dtype, pin_memory=device.type == "cuda"))
     groups = tuple(_group(buffer, [modules.get(name) for name in names]) for names in fused)
     embedding = modules.get(EMBEDDING)
     packed_embedding = None if embedding is None else (buffer.stack([embedding]), buffer.scaled_b(embedding))
-    if not bool(torch.isfinite(buffer.flat).all()):
+    packed = PackedAdapter(adapter.sha256, buffer.flat, groups, packed_embedding).to(device)
+    if not bool(torch.isfinite(packed.buffer).all()):
         raise AdapterError(f"adapter {adapter.name!r}: its weights overflow {str(dtype).removeprefix('torch.')}")
-    return PackedAdapter(adapter.sha256, buffer.flat, groups, packed_embedding).to(device)
+    return packed
 
 
 def adapter_loader(settings: EngineSettings, model: LlamaModel) -> Callable[[str], PackedAdapter]:
@@ -108,6 +109,11 @@ def adapter_loader(settings: EngineSettings, model: LlamaModel) -> Callable[[str
 
     def load(lora_id: str) -> PackedAdapter:
         files = inspect_adapter(settings.adapters[lora_id], settings.storage_options)
+        if files.max_rank > settings.max_lora_rank:
+            raise AdapterError(
+                f"adapter {lora_id!r}: its rank is {files.max_rank}, and this engine was made for ranks up to "
+                f"{settings.max_lora_rank}: raise max_lora_rank"
+            )
         adapter = load_adapter(files, bind_adapter(files, shapes))
         _check_base_copies(adapter, base)
         return pack_adapter(adapter, model.config.num_hidden_layers, model.dtype, model.device)
@@ -136,8 +142,21 @@ class _Buffer:
         return a
 
     def scaled_b(self, tensors: LoraTensors) -> Tensor:
-        """scale * B, [out, rank]."""
-        return self._take(*tensors.b.shape).copy_(torch.from_numpy(tensors.b).float() * tensors.scale)
+        """scale * B, [out, rank], stored rank by rank."""
+        out, rank = tensors.b.shape
+        return self._take(rank, out).t().copy_(torch.from_numpy(tensors.b).float() * tensors.scale)
+
+
+def _upload(buffer: Tensor, device: torch.device) -> Tensor:
+    """A pinned buffer's copy on the device, made beside whatever runs there; this thread alone waits for it."""
+    flat = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    # the memory may have been another tensor's, which steps that are still enqueued read
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        flat.copy_(buffer, non_blocking=True)
+    stream.synchronize()
+    return flat
 
 
 def _padded(elements: int) -> int:

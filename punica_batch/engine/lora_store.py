@@ -11,6 +11,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
+from punica_batch_kernels.sgmv.slot_table import SlotTables
+
 from punica_batch.engine.lora_pack import PackedAdapter, clear, install
 from punica_batch.errors import AdapterError, Interrupted, RowError
 from punica_batch.models.lora import ModelLora
@@ -24,12 +26,20 @@ class LoraStore:
     ``load(lora_id)`` runs on threads: it answers the packed adapter, or raises ``AdapterError`` or ``RowError`` (that
     adapter's rows fail) or ``Interrupted`` (nobody's rows: ``poll`` raises it). At most ``read_ahead`` adapters that
     no one has asked for yet are loading or staged. Eviction frees a slot at once: steps run one after the other.
+    ``tables``: where the device kernels look the slots up, kept up to date here.
     """
 
     def __init__(
-        self, model_lora: ModelLora, load: Callable[[str], PackedAdapter], *, max_loras: int, read_ahead: int = 4
+        self,
+        model_lora: ModelLora,
+        load: Callable[[str], PackedAdapter],
+        *,
+        max_loras: int,
+        read_ahead: int = 4,
+        tables: SlotTables | None = None,
     ) -> None:
         self.model_lora = model_lora
+        self._tables = tables
         self.failures: dict[str, RowError] = {}
         self._load = load
         self._max_loras = max_loras
@@ -100,7 +110,7 @@ class LoraStore:
             if self._loads[lora_id].done() and (slot := self._take_slot()) is not None:
                 packed = self._loads[lora_id].result()
                 self._forget(lora_id)
-                install(self.model_lora, slot, packed)
+                self._put(slot, packed)
                 self._slots[lora_id] = slot
                 self._sha256[lora_id] = packed.sha256
         self._start_planned()
@@ -155,9 +165,18 @@ class LoraStore:
         for lora_id, slot in self._slots.items():
             if lora_id not in self._pins:
                 del self._slots[lora_id]
-                clear(self.model_lora, slot)
+                self._put(slot, None)
                 return slot
         return None
+
+    def _put(self, slot: int, packed: PackedAdapter | None) -> None:
+        """Fills a slot, or empties it."""
+        if packed is None:
+            clear(self.model_lora, slot)
+        else:
+            install(self.model_lora, slot, packed)
+        if self._tables is not None:
+            self._tables.install(slot)
 
     def _has_failed(self, lora_id: str, load: Future[PackedAdapter]) -> bool:
         error = load.exception()

@@ -22,6 +22,8 @@ from punica_batch.models.llama import LlamaModel
 from punica_batch.scheduler.batch import BatchArrays
 from punica_batch.scheduler.sequence import Sequence
 
+_TORCH_DTYPES = {np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int32}
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PendingStep:
@@ -57,10 +59,11 @@ class ModelRunner:
     def execute(self, arrays: BatchArrays) -> PendingStep:
         """Computes the rows' keys and values into the cache and samples one token for each of ``arrays.sampled``."""
         sampling = self._sampling(arrays.sampled)
-        hidden = self._forward(arrays)
-        rows = hidden.index_select(0, self._tensor(arrays.logits_rows))
-        segments = self._segments(arrays.logits_seg_indptr, arrays.logits_segment_lora_ids)
-        logits = self.model.logits(rows, segments, self._lora_store.model_lora)
+        # before the forward pass is enqueued: copying them could wait for it
+        logits_segments = self._segments(arrays.logits_seg_indptr, arrays.logits_segment_lora_ids)
+        (logits_rows,) = self._to_device(arrays.logits_rows)
+        rows = self._forward(arrays).index_select(0, logits_rows)
+        logits = self.model.logits(rows, logits_segments, self._lora_store.model_lora)
         return PendingStep(sampling, sample(logits, sampling))
 
     def collect(self, step: PendingStep) -> SampledTokens:
@@ -81,26 +84,24 @@ class ModelRunner:
 
     def _forward(self, arrays: BatchArrays) -> Tensor:
         """The final hidden states [T, hidden]."""
-        return self.model.forward(
-            self._tensor(arrays.input_ids),
-            self._tensor(arrays.positions),
-            self._attention_metadata(arrays),
-            self.kv_cache.layers,
-            self._segments(arrays.seg_indptr, arrays.segment_lora_ids),
-            self._lora_store.model_lora,
-        )
-
-    def _attention_metadata(self, arrays: BatchArrays) -> AttentionMetadata:
-        return AttentionMetadata(
-            qo_indptr=self._tensor(arrays.qo_indptr),
-            kv_lens=self._tensor(arrays.kv_lens),
-            block_tables=self._tensor(arrays.block_tables),
-            slot_mapping=self._tensor(arrays.slot_mapping),
+        segments = self._segments(arrays.seg_indptr, arrays.segment_lora_ids)
+        input_ids, positions, slot_mapping, qo_indptr, kv_lens, block_tables = self._to_device(
+            arrays.input_ids, arrays.positions, arrays.slot_mapping,
+            arrays.qo_indptr, arrays.kv_lens, arrays.block_tables,
+        )  # fmt: skip
+        meta = AttentionMetadata(
+            qo_indptr=qo_indptr,
+            kv_lens=kv_lens,
+            block_tables=block_tables,
+            slot_mapping=slot_mapping,
             num_prefills=arrays.num_prefills,
             num_prefill_tokens=arrays.num_prefill_tokens,
             qo_indptr_host=tuple(arrays.qo_indptr.tolist()),
             kv_lens_host=tuple(arrays.kv_lens.tolist()),
+            block_tables_host=arrays.block_tables,
         )
+        lora = self._lora_store.model_lora
+        return self.model.forward(input_ids, positions, meta, self.kv_cache.layers, segments, lora)
 
     def _segments(self, seg_indptr: list[int], lora_ids: list[str | None]) -> Segments:
         slots = [-1 if lora_id is None else self._lora_store.slot(lora_id) for lora_id in lora_ids]
@@ -115,5 +116,17 @@ class ModelRunner:
             self._job_seed,
         )
 
-    def _tensor(self, array: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)
+    def _to_device(self, *arrays: NDArray[Any]) -> list[Tensor]:
+        """int64 and int32 arrays as tensors on the device: to a GPU in one copy, which nothing waits for."""
+        if self._device.type == "cpu":
+            return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
+        words = [-(-array.nbytes // 8) for array in arrays]
+        # from a cache of pinned blocks, which keeps this one until the copy has run
+        host = torch.empty(sum(words), dtype=torch.int64, pin_memory=self._device.type == "cuda")
+        for part, array in zip(host.split_with_sizes(words), arrays, strict=True):
+            part.numpy().view(array.dtype)[: array.size] = array.reshape(-1)
+        parts = host.to(self._device, non_blocking=True).split_with_sizes(words)
+        return [
+            part.view(_TORCH_DTYPES[array.dtype])[: array.size].view(array.shape)
+            for part, array in zip(parts, arrays, strict=True)
+        ]

@@ -12,16 +12,20 @@ from punica_batch.types import AdapterSpec, Dtype
 if TYPE_CHECKING:
     from punica_batch.config import JobConfig
 
+# The largest rank that an engine prepares for where its adapters were not looked at before.
+DEFAULT_MAX_LORA_RANK = 256
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
     """One engine on one device. Everything is decided: no "auto" is left.
 
     ``model``: the folder of the base model; ``tokenizer``: that of the tokenizer (None: the model's). ``device`` is
-    torch's name of it. ``num_blocks`` KV blocks of ``block_size`` tokens; ``max_loras`` adapter slots;
-    ``max_num_batched_tokens`` bounds a step's rows. ``adapters`` are all that requests may name, by ``lora_id``;
-    ``storage_options`` open their files and are never shown. ``age_bound``: the steps for which the queue's head may
-    be overtaken. ``read_ahead``: adapters that may wait in host memory for their rows' turn.
+    torch's name of it. ``num_blocks`` KV blocks of ``block_size`` tokens; ``max_loras`` adapter slots, for ranks up to
+    ``max_lora_rank`` (the rows of an adapter beyond it fail); ``max_num_batched_tokens`` bounds a step's rows.
+    ``adapters`` are all that requests may name, by ``lora_id``; ``storage_options`` open their files and are never
+    shown. ``age_bound``: the steps for which the queue's head may be overtaken. ``read_ahead``: adapters that may wait
+    in host memory for their rows' turn.
 
     Raises ``UsageError`` naming the field when a value is out of range.
     """
@@ -37,6 +41,7 @@ class EngineSettings:
     max_num_batched_tokens: int = 2048
     max_model_len: int
     max_loras: int = 8
+    max_lora_rank: int = DEFAULT_MAX_LORA_RANK
     adapters: Mapping[str, AdapterSpec] = field(default_factory=dict)
     storage_options: Mapping[str, str] = field(default_factory=dict, repr=False)
     seed: int = 0
@@ -44,7 +49,7 @@ class EngineSettings:
     read_ahead: int = 4
 
     def __post_init__(self) -> None:
-        for name in ("num_blocks", "block_size", "max_num_seqs", "max_model_len", "max_loras"):
+        for name in ("num_blocks", "block_size", "max_num_seqs", "max_model_len", "max_loras", "max_lora_rank"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.max_num_batched_tokens < self.max_num_seqs:

@@ -65,6 +65,10 @@ class Loop:
     def run(self) -> None:
         """Returns when all rows are journalled. Raises ``Interrupted`` when told to stop, and what workers, stores
         and the collector raise; all that had finished is journalled then, too."""
+        with self._stop.polled():
+            self._run_workers()
+
+    def _run_workers(self) -> None:
         text = TextPool(self._setup.text, self._setup.text_workers)
         pool: LocalPool | None = None
         try:

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 
 from punica_batch.config import JobConfig
 from punica_batch.data.finish import Success
-from punica_batch.data.state import JobState
+from punica_batch.data.state import JobState, finished_binding
 from punica_batch.job.collector import Collector
 from punica_batch.job.loop import Loop, Scope
 from punica_batch.job.setup import binder, binding, check_bound_adapters, prepare
@@ -35,11 +35,13 @@ def run_job(config: JobConfig, progress: Progress | None = None) -> JobSummary:
     began = time.monotonic()
     with StopRequest(config.max_runtime) as stop:
         job = open_job(config)
-        progress.update(Snapshot(rows_total=job.source.num_rows))
-        devices = find_devices(config, progress.note)
-        with JobState.open(config, binding(job, devices), source=job.source) as state:
+        is_finished = not config.overwrite and finished_binding(config) is not None
+        devices = [] if is_finished else find_devices(config, progress.note)
+        is_strict = config.on_error == "raise"  # then the row that stopped an earlier run is tried again
+        with JobState.open(config, binding(job, devices), source=job.source, forget_errors=is_strict) as state:
             loop = None
             if not state.is_finished:
+                devices = devices or find_devices(config, progress.note)
                 loop = finish_run(job, devices, state, progress, stop)
             success = state.finish()
             if loop is not None:
@@ -61,6 +63,7 @@ def finish_run(
     if state.is_committed:
         return None
     config, first, last = job.config, state.first_row, state.stop_row
+    progress.update(Snapshot(rows_total=last - first))
     now = datetime.fromtimestamp(state.plan.created, UTC)
     setup = prepare(job, devices, first, last, progress.note, now=now)
     if not rebind:

@@ -12,8 +12,8 @@ from datetime import datetime
 from punica_batch.adapters.digest import DigestCache
 from punica_batch.adapters.peft import adapter_digest, inspect_adapter
 from punica_batch.config import JobConfig
-from punica_batch.data.state import JobState
-from punica_batch.engine.settings import EngineSettings, resolve_dtypes
+from punica_batch.data.state import JobState, finished_binding
+from punica_batch.engine.settings import DEFAULT_MAX_LORA_RANK, EngineSettings, resolve_dtypes
 from punica_batch.errors import RowError
 from punica_batch.models.config import model_digest
 from punica_batch.planning.memory import batched_tokens, worker_memory
@@ -21,7 +21,6 @@ from punica_batch.planning.opened import OpenedJob
 from punica_batch.planning.preflight import Preflight, preflight, refuse_if_too_many
 from punica_batch.planning.sample import RowSample, sample_rows
 from punica_batch.text.settings import TextSettings
-from punica_batch.text.templates import check_text
 from punica_batch.text.tokenizer import Tokenizer
 from punica_batch.types import AdapterSpec, JsonDict
 from punica_batch.workers.devices import Device
@@ -48,8 +47,8 @@ def prepare(
 
     ``now``: the date that chat templates see: the job's, so that a resume on another day renders the same.
 
-    Raises ``ValidationError`` when too many rows would fail or the job does not fit, ``InputError`` for a template
-    that no row could be rendered with.
+    Raises ``ValidationError`` when too many rows would fail or the job does not fit, and what
+    ``preflight`` raises.
     """
     found = preflight(job, start, stop)
     refuse_if_too_many(found, job.config, stop - start)
@@ -57,7 +56,6 @@ def prepare(
         note(line)
     specs = _specs(job, found)
     text = replace(job.text_settings(specs, found.errors), now=now)
-    check_text(text, job.source.schema.names, [None, *specs])
     sample = sample_rows(job, found, start, stop, exact=False)
     return Setup(
         found=found,
@@ -68,8 +66,16 @@ def prepare(
 
 
 def binding(job: OpenedJob, devices: Sequence[Device]) -> JsonDict:
-    """What decides the generations beside the options, the inputs and the adapters."""
-    dtypes = resolve_dtypes(job.config, job.model.torch_dtype, devices[0].kind)
+    """What decides the generations beside the options, the inputs and the adapters.
+
+    ``devices`` may be empty for a finished output: "auto" is then taken for what it was resolved to.
+    """
+    if devices:
+        dtypes = resolve_dtypes(job.config, job.model.torch_dtype, devices[0].kind)
+    else:
+        bound = finished_binding(job.config) or {}
+        own = {name: bound[name] for name in ("dtype", "kv_cache_dtype") if getattr(job.config, name) == "auto"}
+        dtypes = resolve_dtypes(job.config.model_copy(update=own), job.model.torch_dtype, "cpu")
     return {
         "model_sha256": model_digest(job.model_folder),
         "tokenizer_sha256": Tokenizer.load(job.tokenizer_folder, job.model_folder).digest,
@@ -122,6 +128,13 @@ def _specs(job: OpenedJob, found: Preflight) -> Mapping[str, AdapterSpec]:
     return specs
 
 
+def _max_lora_rank(job: OpenedJob, found: Preflight) -> int:
+    """The largest rank that rows may bring: of the adapters that were counted, and of those that were not."""
+    if found.use.exact:
+        return max(found.max_rank, 1)
+    return max(found.max_rank, job.config.max_lora_rank or DEFAULT_MAX_LORA_RANK)
+
+
 def _worker(
     job: OpenedJob, found: Preflight, specs: Mapping[str, AdapterSpec], sample: RowSample, device: Device, rows: int
 ) -> WorkerSpec:
@@ -140,6 +153,7 @@ def _worker(
         max_num_batched_tokens=batched_tokens(job.config),
         max_model_len=job.max_model_len,
         max_loras=memory.max_loras,
+        max_lora_rank=_max_lora_rank(job, found),
         adapters=specs,
         storage_options=job.config.storage_options,
         seed=job.config.seed,

@@ -12,7 +12,7 @@ from typing import Any
 
 from punica_batch.planner.memory import MemoryPlan
 from punica_batch.planner.placement import Pack
-from punica_batch.planner.window import DEFAULT_MAX_BYTES, DEFAULT_MAX_ROWS
+from punica_batch.planner.window import DEFAULT_MAX_BYTES, DEFAULT_MAX_ROWS, SPAN_FACTOR
 
 SCHEMA_VERSION = 1
 TOP_ADAPTERS = 20
@@ -103,12 +103,14 @@ class PlacementSummary:
 
 @dataclass(frozen=True, slots=True)
 class WindowSummary:
-    """Rows may run out of order within ``max_rows`` and ``max_bytes``; ``mean_group_rows``: rows of one adapter that
+    """At most ``max_rows`` rows and ``max_bytes`` are held in memory, and rows may run out of order within
+    ``max_span`` rows (which bounds the journal); ``mean_group_rows``: rows of one adapter that
     meet in it on average, if the adapters are scattered evenly."""
 
     max_rows: int
     max_bytes: int
     mean_group_rows: float
+    max_span: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +229,8 @@ def window_summary(
     rows: int, distinct: int, *, max_rows: int = DEFAULT_MAX_ROWS, max_bytes: int = DEFAULT_MAX_BYTES
 ) -> WindowSummary:
     """``distinct``: adapters, and the base model if rows use it. A steady window holds one turn's worth of each."""
-    return WindowSummary(max_rows, max_bytes, round(min(rows, max_rows) / max(distinct, 1), 1))
+    mean = round(min(rows, max_rows) / max(distinct, 1), 1)
+    return WindowSummary(max_rows, max_bytes, mean, SPAN_FACTOR * max_rows)
 
 
 def parts(path: str, rows: int, rows_per_part: int, *, single_file: bool) -> Parts:

@@ -1,7 +1,9 @@
 """The rows that were read and have not finished, grouped so that scattered adapters still meet.
 
-Rows may run in any order inside the window. It is bounded twice: in rows, from the oldest unfinished one to the
-newest one read (what the journal may have to hold out of order), and in bytes of what is kept for them.
+Rows may run in any order inside the window. What the parent's memory holds is bounded in rows and in bytes; what the
+journal may have to hold out of order is bounded by the window's *span*: the rows from the oldest unfinished one to the
+newest one read. The span is wider, so that adapters whose first rows lie close together (as at the start of every job)
+do not all have to have had their turn before the window moves on.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from dataclasses import dataclass
 
 DEFAULT_MAX_ROWS = 65_536
 DEFAULT_MAX_BYTES = 256 * 2**20
+SPAN_FACTOR = 3  # a round of all adapters takes twice the rows that are held, the first one a little more
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,10 @@ class _AdapterRows:
 class Window:
     """Rows go ``add`` → ``next_group`` (→ ``give_back`` → ``next_group``) → ``mark_finished``.
 
+    Each worker has a *turn*: the adapter whose rows it gets until none of them is pending. Places fall free a few at a
+    time; were they given to the oldest rows each time, groups would be as small, and a batch would hold as many
+    adapters as rows. No row waits for ever: once the window is full of younger ones, none are added and turns end.
+
     ``first_row`` is the first row that is not known to be finished: the low-water mark begins there. Rows may be added
     in any order. Every operation costs O(log rows) a row. Misuse (a row added twice, finished while pending, given
     back without being in flight) raises ``ValueError``.
@@ -70,6 +77,7 @@ class Window:
         self, max_rows: int = DEFAULT_MAX_ROWS, max_bytes: int = DEFAULT_MAX_BYTES, *, first_row: int = 0
     ) -> None:
         self.max_rows = max_rows
+        self.max_span = SPAN_FACTOR * max_rows
         self.max_bytes = max_bytes
         self._low_water = first_row
         self._next_row = first_row
@@ -78,6 +86,7 @@ class Window:
         self._in_flight: set[int] = set()
         self._by_adapter: dict[str | None, _AdapterRows] = {}
         self._oldest: list[tuple[int, str | None]] = []  # heap; an entry is stale unless it is its adapter's oldest
+        self._turns: dict[str, str | None] = {}  # worker → adapter
         self._bytes = 0
 
     @property
@@ -104,10 +113,11 @@ class Window:
         return len(self._in_flight)
 
     def can_read(self, stop: int | None = None) -> bool:
-        """Whether the rows before ``stop`` may be read (default: one more than seen so far). Bytes may go over by
-        what is read at once, since they are known only afterwards."""
+        """Whether the rows before ``stop`` may be read (default: one more than seen so far). Rows and bytes held may
+        go over by what is being read, since they are known only afterwards; the span does not."""
         stop = self._next_row + 1 if stop is None else stop
-        return stop - self._low_water <= self.max_rows and self._bytes < self.max_bytes
+        has_room = len(self._unfinished) < self.max_rows and self._bytes < self.max_bytes
+        return has_room and stop - self._low_water <= self.max_span
 
     def add(self, row: PendingRow) -> None:
         if row.row in self._unfinished or row.row in self._finished or row.row < self._low_water:
@@ -118,7 +128,7 @@ class Window:
         self._make_pending(row)
 
     def peek(self) -> PendingRow | None:
-        """The oldest pending row: the next group is its adapter's and begins with it."""
+        """The oldest pending row."""
         while self._oldest:
             row, lora_id = self._oldest[0]
             rows = self._by_adapter.get(lora_id)
@@ -127,23 +137,38 @@ class Window:
             heapq.heappop(self._oldest)
         return None
 
-    def next_group(self, max_rows: int) -> list[PendingRow]:
-        """Takes up to ``max_rows`` (at least 1) rows of the adapter that has the oldest pending row: that row first,
-        then longer prompts before shorter ones (by powers of two), oldest first. Empty when nothing is pending."""
+    def next_group(self, max_rows: int, worker: str) -> list[PendingRow]:
+        """Takes up to ``max_rows`` (at least 1) rows of one adapter for ``worker``: of its turn's, or else of the one
+        that has the oldest pending row of those whose turn it is at no other worker (or, for want of such, of all).
+        That adapter's oldest row first, then longer prompts before shorter ones (by powers of two), oldest first.
+        Empty when nothing is pending."""
         if max_rows < 1:
             raise ValueError(f"max_rows must be at least 1, not {max_rows}")
-        head = self.peek()
-        if head is None:
+        if not self._by_adapter:
             return []
-        heapq.heappop(self._oldest)
-        rows = self._by_adapter[head.lora_id]
+        turn = self._turns.get(worker)
+        if worker not in self._turns or turn not in self._by_adapter:
+            turn = self._turns[worker] = self._next_turn(worker)
+        rows = self._by_adapter[turn]
         taken = rows.take(max_rows)
         if (oldest := rows.oldest) is None:
-            del self._by_adapter[head.lora_id]
+            del self._by_adapter[turn]
         else:
-            heapq.heappush(self._oldest, (oldest, head.lora_id))
+            heapq.heappush(self._oldest, (oldest, turn))
         self._in_flight.update(taken)
         return [self._unfinished[row] for row in taken]
+
+    def _next_turn(self, worker: str) -> str | None:
+        """The adapter of the oldest pending row, those of other workers' turns left out if there is another."""
+        taken = {lora_id for name, lora_id in self._turns.items() if name != worker}
+        passed = []
+        while (head := self.peek()) is not None and head.lora_id in taken:
+            passed.append(heapq.heappop(self._oldest))
+        for entry in passed:
+            heapq.heappush(self._oldest, entry)
+        head = head or self.peek()
+        assert head is not None
+        return head.lora_id
 
     def give_back(self, rows: Iterable[int]) -> None:
         """Rows in flight that were not run (their worker died, or they were stolen) are pending again."""

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from punica_batch.data.source import Source
 from punica_batch.planner.plan import Preview, PreviewToken
 from punica_batch.planning.opened import OpenedJob
 from punica_batch.planning.preflight import Preflight
@@ -14,9 +15,10 @@ from punica_batch.text.prepare import Preparer, render_preview
 
 SAMPLE_ROWS = 2_000
 SAMPLE_STRETCHES = 20  # of neighbouring rows: each costs a seek, and the decoding of a row group up to it
-SAMPLE_SECONDS = 30.0
+SAMPLE_SECONDS = 10.0
 PREVIEW_TOKENS = 16
 _BATCH_ROWS = 1024
+_SEEK_ROWS = 65_536  # decoded between two looks at the clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +53,12 @@ def sample_rows(job: OpenedJob, found: Preflight, start: int, stop: int, *, exac
     prompt_tokens, max_tokens, samples = [], [], []
     errors: Counter[str] = Counter()
     preview: Preview | None = None
-    rows = 0
+    rows = position = 0
     deadline = None if exact else time.monotonic() + SAMPLE_SECONDS
     for first, last in [(start, stop)] if exact else stretches(start, stop):
         row = first
+        if deadline is not None and not _reach(job.source, position, first, deadline):
+            break
         for batch in job.source.work_batches(first, last, _BATCH_ROWS):
             prepared = preparer.prepare(batch, row)
             for request in prepared.requests:
@@ -69,17 +73,29 @@ def sample_rows(job: OpenedJob, found: Preflight, start: int, stop: int, *, exac
                 preview = Preview(request.row, request.lora_id, shown)
             row += batch.num_rows
         rows += row - first
+        position = row
         if deadline is not None and time.monotonic() > deadline:
             break
     row_errors = {code: number for code, number in errors.items() if code not in adapter_codes}
     return RowSample(rows, prompt_tokens, max_tokens, samples, row_errors, preview, exact=rows == stop - start)
 
 
+def _reach(source: Source, position: int, row: int, deadline: float) -> bool:
+    """Reads on to ``row``, from ``position`` or its row group's start, and looks at the clock on the way, which is long
+    in a huge row group. False when the time is up."""
+    for step in range(max(position, source.seek_start(row)), row, _SEEK_ROWS):
+        if time.monotonic() > deadline:
+            return False
+        next(source.work_batches(step, step + 1))
+    return True
+
+
 def stretches(start: int, stop: int) -> Iterator[tuple[int, int]]:
     """Up to ``SAMPLE_STRETCHES`` ranges that hold ``SAMPLE_ROWS`` rows together, evenly spread over ``start:stop``."""
     rows = stop - start
     if rows <= SAMPLE_ROWS:
-        yield start, stop
+        if rows:
+            yield start, stop
         return
     length = SAMPLE_ROWS // SAMPLE_STRETCHES
     for i in range(SAMPLE_STRETCHES):

@@ -54,14 +54,25 @@ class RowOptions:
         columns = [read_values(batch.column(name), name) for name in names]
         # Columns without a value cost nothing a row.
         self._columns = [(n, c) for n, c in zip(names, columns, strict=True) if any(v is not None for v in c)]
+        self._made: dict[tuple[int, str], SamplingParams] = {}
 
     def sampling(self, index: int, base: SamplingParams) -> SamplingParams:
-        """Row ``index``'s parameters; ``base`` is used where it says nothing. Raises ``RowError('bad_option')``."""
+        """Row ``index``'s parameters; ``base`` is used where it says nothing. Raises ``RowError('bad_option')``.
+
+        ``base`` must live as long as this object: rows that say the same on one base share their parameters.
+        """
         if not self._columns:
             return base
+        values = tuple(column[index] for _, column in self._columns)
+        key = id(base), repr(values)
+        made = self._made.get(key)
+        if made is None:
+            made = self._made[key] = self._make(values, base)
+        return made
+
+    def _make(self, values: tuple[Any, ...], base: SamplingParams) -> SamplingParams:
         changes = {}
-        for name, column in self._columns:
-            value = column[index]
+        for (name, _), value in zip(self._columns, values, strict=True):
             if isinstance(value, RowError):
                 raise value
             if value is not None:

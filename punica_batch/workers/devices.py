@@ -44,7 +44,7 @@ def find_devices(config: JobConfig, note: Callable[[str], None]) -> list[Device]
         raise UsageError("--workers counts CPU workers: add --device cpu (GPUs are chosen by --gpus)")
     if config.device == "cpu":
         return cpu_devices(config.workers or 1)
-    gpus = list_gpus()
+    gpus = visible_gpus(list_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
     if not gpus:
         if config.device == "cuda" or config.gpus is not None:
             raise UsageError("no NVIDIA device was found: leave --gpus out, or run with --device cpu")
@@ -72,6 +72,23 @@ def choose_gpus(gpus: Sequence[Gpu], wanted: str | None) -> list[Gpu]:
     if max(indices) >= len(gpus) or len(set(indices)) < len(indices):
         raise UsageError(f"--gpus {wanted}: {len(gpus)} found, numbered from 0; each may be named once")
     return [gpus[i] for i in indices]
+
+
+def visible_gpus(gpus: Sequence[Gpu], visible: str | None) -> list[Gpu]:
+    """Those that CUDA_VISIBLE_DEVICES (``visible``; None: not set) gives to this process, in its order, as CUDA reads
+    it: indices or beginnings of UUIDs, up to the first one that names no device."""
+    if visible is None:
+        return list(gpus)
+    chosen = []
+    for name in (part.strip() for part in visible.split(",")):
+        if name.isdecimal():
+            found = list(gpus[int(name) : int(name) + 1])
+        else:
+            found = [gpu for gpu in gpus if name and gpu.uuid.startswith(name)]
+        if len(found) != 1:
+            break
+        chosen += found
+    return chosen
 
 
 def list_gpus() -> list[Gpu]:

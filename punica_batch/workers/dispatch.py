@@ -39,8 +39,11 @@ class Dispatcher:
         """Admits nothing more: rows that have not started are taken back, those that run go on."""
         self._is_closed = True
         for worker in self._pool.workers:
-            if worker.outstanding:
-                self._pool.take_back(worker.name, worker.outstanding_sequences)
+            self._take_all_back(worker)
+
+    def _take_all_back(self, worker: Worker) -> None:
+        if worker.outstanding:
+            self._pool.take_back(worker.name, worker.outstanding_sequences)
 
     @property
     def num_running(self) -> int:
@@ -52,6 +55,8 @@ class Dispatcher:
         for request, _ in ended:
             self._ledger.finished(request.row)
         self._window.give_back(request.row for request in event.returned)
+        if self._is_closed and event.returned:  # perhaps the few of a steal: one call at a time is under way
+            self._take_all_back(self._worker(event.worker))
         if event.died is not None:
             ended += self._recover(event)
         elif event.worker in self._trial_workers and not self._worker(event.worker).outstanding:
@@ -75,7 +80,7 @@ class Dispatcher:
         self._start_trials()
         while (head := self._window.peek()) is not None and (target := self._target(head)) is not None:
             worker, limit = target
-            rows = [row.payload for row in self._window.next_group(limit)]
+            rows = [row.payload for row in self._window.next_group(limit, worker.name)]
             self._pool.submit(worker.name, [r for r in rows if isinstance(r, Request)])
         if not more_to_come and not self._window.num_pending and not self._ledger.has_trial:
             self._drain()

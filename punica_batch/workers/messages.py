@@ -1,6 +1,6 @@
 """What parent and workers say to each other: plain data over an inherited socket pair.
 
-Parent → engine worker: ``StartEngine``, then any number of ``Submit`` / ``TakeBack`` / ``Prefetch``.
+Parent → engine worker: ``StartEngine``, then any number of ``Submit`` / ``TakeBack``.
 Engine worker → parent: ``Ready`` once, then ``Finished`` / ``Returned`` / ``Heartbeat``; ``Fatal`` before it gives up.
 Parent → text worker: ``StartText``, then ``Chunk``; text worker → parent: ``Ready``, ``PreparedChunk``.
 
@@ -41,13 +41,6 @@ class TakeBack:
     """Give back up to ``count`` rows that have not started, newest first."""
 
     count: int
-
-
-@dataclass(frozen=True, slots=True)
-class Prefetch:
-    """The adapters that the next rows will need, in order."""
-
-    lora_ids: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

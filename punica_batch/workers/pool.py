@@ -19,7 +19,6 @@ from punica_batch.workers.messages import (
     Fatal,
     Finished,
     Heartbeat,
-    Prefetch,
     Ready,
     Returned,
     StartEngine,
@@ -30,6 +29,9 @@ from punica_batch.workers.process import ChildProcess
 
 MAX_FAILED_STARTS = 3
 RATE_SECONDS = 5.0
+# A worker with work that says nothing for so long hangs: it speaks after every step, and no step takes minutes.
+SILENCE_SECONDS = 900.0
+RATE_MARK_SECONDS = 0.2
 
 State = Literal["starting", "running", "restarting", "released"]
 
@@ -60,7 +62,6 @@ class WorkerPool(Protocol):
     def workers(self) -> Sequence[Worker]: ...
     def poll(self, timeout: float, also: Sequence[Connection[Any, Any]] = ()) -> list[PoolEvent]: ...
     def submit(self, name: str, requests: Sequence[Request]) -> None: ...
-    def prefetch(self, name: str, lora_ids: Sequence[str]) -> None: ...
     def take_back(self, name: str, count: int) -> None: ...
     def release(self, name: str) -> None: ...
     def close(self) -> None: ...
@@ -82,6 +83,7 @@ class Worker:
         self.blocks_reserved = 0  # KV blocks for the prompts of the outstanding rows and one more token each
         self.take_back_pending = False
         self.process: ChildProcess | None = None
+        self.heard_at = 0.0
         self._rate_marks: list[tuple[float, int]] = []
 
     @property
@@ -120,6 +122,8 @@ class Worker:
     def observe(self, stats: WorkerStats) -> None:
         self.stats = stats
         now = time.monotonic()
+        if self._rate_marks and now - self._rate_marks[-1][0] < RATE_MARK_SECONDS:
+            return
         self._rate_marks = [m for m in self._rate_marks if now - m[0] < RATE_SECONDS] + [(now, stats.generated_tokens)]
 
     @property
@@ -157,13 +161,10 @@ class LocalPool:
     def submit(self, name: str, requests: Sequence[Request]) -> None:
         worker = self._workers[name]
         assert worker.process is not None
+        if not worker.outstanding:
+            worker.heard_at = time.monotonic()
         worker.add(requests)
         worker.process.send(Submit(tuple(requests)))
-
-    def prefetch(self, name: str, lora_ids: Sequence[str]) -> None:
-        process = self._workers[name].process
-        if process is not None and lora_ids:
-            process.send(Prefetch(tuple(lora_ids)))
 
     def take_back(self, name: str, count: int) -> None:
         worker = self._workers[name]
@@ -175,10 +176,20 @@ class LocalPool:
         does not come up, and the worker's own error when that is why."""
         alive = [w for w in self._workers.values() if w.process is not None]
         heard = wait([*(w.process.channel.connection for w in alive if w.process), *also], timeout)
+        for worker in alive:
+            self._watch(worker)
         return [e for w in alive if w.process and w.process.channel.connection in heard for e in self._receive(w)]
+
+    def _watch(self, worker: Worker) -> None:
+        """Kills a worker that hangs; its end of stream then tells the rest, as at any death."""
+        is_silent = time.monotonic() - worker.heard_at > SILENCE_SECONDS
+        if is_silent and worker.outstanding and worker.process is not None:
+            worker.heard_at = time.monotonic()
+            worker.process.kill()
 
     def _receive(self, worker: Worker) -> list[PoolEvent]:
         assert worker.process is not None
+        worker.heard_at = time.monotonic()
         messages, is_alive = worker.process.receive_all()
         events = [e for m in messages if m.epoch == worker.epoch and (e := self._handle(worker, m)) is not None]
         if not is_alive:

@@ -1,7 +1,8 @@
 """The text workers as the parent sees them: chunks of rows in, tokenized requests out.
 
-A chunk that takes too long or kills its worker is halved and tried again until the one row is alone; that row becomes
-an error row. So a template that never ends costs one row and not the job.
+A chunk that takes too long or kills its worker is halved and tried again until the one row is alone; when that row
+has ended two workers, it becomes an error row. So a template that never ends costs one row and not the job, and a
+worker that is killed from outside costs none.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class PreparedRows:
 class _Task:
     first_row: int
     batch: pa.RecordBatch
+    is_suspect: bool = False  # one row, with which a worker has died
 
 
 class _TextWorker:
@@ -129,9 +131,11 @@ class TextPool:
         for position, task in enumerate(worker.tasks.values()):
             if position or not worker.ready:
                 self._waiting.appendleft(task)
-            elif task.batch.num_rows == 1:
+            elif task.is_suspect:
                 error = RowResult.failed(task.first_row, RowError("text_failed", cause))
                 self._dead.append(PreparedRows(task.first_row, 1, (), (error,)))
+            elif task.batch.num_rows == 1:
+                self._waiting.appendleft(_Task(task.first_row, task.batch, is_suspect=True))
             else:
                 half = task.batch.num_rows // 2
                 self._waiting.appendleft(_Task(task.first_row + half, task.batch.slice(half)))

@@ -13,7 +13,6 @@ from punica_batch.workers.messages import (
     Fatal,
     Finished,
     Heartbeat,
-    Prefetch,
     Ready,
     Returned,
     StartEngine,
@@ -38,7 +37,10 @@ def main() -> None:
         return
     settings = engine.settings
     channel.send(Ready(start.epoch, settings.max_num_seqs, settings.num_blocks, settings.block_size))
-    _Worker(channel, engine, start.epoch).run()
+    try:
+        _Worker(channel, engine, start.epoch).run()
+    except PunicaError as error:  # such as StoreAway: no row's fault, so no death that its rows would be tried for
+        channel.send(Fatal(start.epoch, error))
 
 
 def _build(start: StartEngine) -> Engine:
@@ -74,8 +76,6 @@ class _Worker:
             case TakeBack(count):
                 rows = tuple(request.row for request in self._engine.take_back(count))
                 self._channel.send(Returned(self._epoch, rows))
-            case Prefetch(lora_ids):
-                self._engine.prefetch(lora_ids)
             case _:
                 raise AssertionError(f"unexpected message {type(message).__name__}")
 

@@ -107,6 +107,7 @@ class Driver:
         meta = AttentionMetadata(
             torch.tensor(starts, dtype=torch.int32), torch.tensor(kv_lens, dtype=torch.int32), torch.from_numpy(tables),
             torch.from_numpy(np.concatenate(slots)), len(prefills), sum(prefills), tuple(starts), tuple(kv_lens),
+            tables,
         )  # fmt: skip
         ids = torch.cat([self.prompts[s][p[0] : p[-1] + 1] for s, p in zip(members, positions, strict=True)])
         segments = Segments.build(starts, [self.slots[s] for s in members])

@@ -302,7 +302,7 @@ def test_a_signal_outside_a_job_exits_75_and_a_second_one_at_once(here: Path, nu
     child.send_signal(number)
     _, err = child.communicate(timeout=60)
     assert child.returncode == 75
-    assert err == f"punica-batch: stopped by {number.name}; the same command again continues\n"
+    assert err == f"punica-batch: stopped by {number.name}; run the same command again to continue\n"
 
     stubborn = [sys.executable, "-c", SLEEPER, "stubborn"]
     child = subprocess.Popen(stubborn, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from tokenizers import Tokenizer as Backend
 
 from punica_batch import cli
 from punica_batch.config_sources import load_config
+from punica_batch.data.cursor import READ_ROWS, Cursor
 from punica_batch.data.source import Source
 from punica_batch.errors import InputError, UsageError, ValidationError
 from punica_batch.models.config import ModelConfig
@@ -109,6 +111,32 @@ def test_plan_of_a_large_input_is_a_sample_spread_over_it(job: Path, capsys: pyt
     assert plan["tokens"]["prompt_tokens"] == pytest.approx(exact["tokens"]["prompt_tokens"], rel=0.05)
     assert plan["adapters"]["top"] == exact["adapters"]["top"]  # counted, not sampled
     assert plan["adapters"]["problems"][0]["rows"] == 30
+
+
+def test_a_sample_of_one_huge_row_group_decodes_it_once_and_ends_in_time(
+    job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many = write_rows(job.parent / "many.parquet", ["good"] * 150_000, ["hello"] * 150_000)
+    assert pq.read_metadata(many).num_row_groups == 1
+    opened = open_job(config_of(many))
+    found = preflight(opened, 0, 150_000)
+    decoded = 0
+    next_batch = Cursor._next_batch
+
+    def counted(cursor: Cursor) -> pa.RecordBatch:
+        nonlocal decoded
+        decoded += cursor._left is None
+        return next_batch(cursor)
+
+    monkeypatch.setattr(Cursor, "_next_batch", counted)
+    whole = sample_rows(opened, found, 0, 150_000, exact=False)
+    assert whole.rows == SAMPLE_ROWS
+    assert decoded <= 150_000 // READ_ROWS + 1
+    clock = iter(range(1000))  # each look at it takes a second
+    monkeypatch.setattr("punica_batch.planning.sample.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    cut = sample_rows(opened, found, 0, 150_000, exact=False)
+    assert 0 < cut.rows < SAMPLE_ROWS
+    assert not cut.exact
 
 
 @pytest.mark.parametrize("rows", [0, 1, SAMPLE_ROWS, SAMPLE_ROWS + 1, 2_000_000])
@@ -262,9 +290,10 @@ def test_sampled_errors_leave_out_those_of_adapters(job: Path) -> None:
 def test_memory_is_planned_from_true_sizes(job: Path) -> None:
     model = ModelConfig.from_folder(job.parent / "model")
     config = config_of(job)
-    assert resolve_dtypes(config, model, "cuda").model == "bfloat16"
-    assert resolve_dtypes(config, model, "cpu") == resolve_dtypes(config_of(job, dtype="float32"), model, "cuda")
-    assert resolve_dtypes(config_of(job, kv_cache_dtype="float16"), model, "cpu").kv_cache == "float16"
+    assert resolve_dtypes(config, model.torch_dtype, "cuda").model == "bfloat16"
+    wide = resolve_dtypes(config_of(job, dtype="float32"), model.torch_dtype, "cuda")
+    assert resolve_dtypes(config, model.torch_dtype, "cpu") == wide
+    assert resolve_dtypes(config_of(job, kv_cache_dtype="float16"), model.torch_dtype, "cpu").kv_cache == "float16"
     specs = {"wide": AdapterSpec("wide", str(job.parent / "adapters" / "wide"))}
     report = check_reports(specs, config, model)["wide"]
     assert slot_bytes(report, model, "float32") == sum(tensor.nbytes for tensor in lora_tensors(4).values())

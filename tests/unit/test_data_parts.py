@@ -155,6 +155,12 @@ def test_output_schema_rules() -> None:
     subset = output_schema(source, JobConfig(columns=("prompt",)))
     assert subset.names == ["prompt", *GENERATED]
     assert subset.metadata == {b"x": b"y"}
+    keyed = pa.schema([("prompt", pa.string()), ("key", pa.int64()), ("other", pa.int64())])
+    assert output_schema(keyed, JobConfig(columns=("prompt",), id_column="key")).names[:3] == [
+        "key",
+        "prompt",
+        GENERATED[0],
+    ]
     lists = output_schema(pa.schema([("n", pa.int64())]), JobConfig(logprobs=3))
     assert lists.field("generation").type == pa.list_(pa.large_string())
     assert lists.field("finish_reason").type == pa.list_(pa.string())

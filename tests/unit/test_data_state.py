@@ -132,6 +132,15 @@ def test_changed_options_are_refused_by_name(
     check_output(config)
 
 
+def test_a_plan_under_which_nothing_was_done_binds_nothing(config: JobConfig) -> None:
+    with opened(config):
+        pass
+    changed = update(config, temperature=0.5)
+    assert data_job.run(changed)["finished"]
+    with pytest.raises(BindingError, match="temperature"):
+        data_job.run(config)
+
+
 def test_changed_model_and_input_are_refused(config: JobConfig, tmp_path: Path) -> None:
     data_job.run(config, stop_after=40)
     with pytest.raises(BindingError, match='model_digest was "m1", is "m2"'):

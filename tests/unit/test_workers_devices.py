@@ -10,7 +10,7 @@ import pytest
 from punica_batch.config import JobConfig
 from punica_batch.errors import JobError, UsageError
 from punica_batch.workers import devices
-from punica_batch.workers.devices import Gpu, choose_gpus, cpu_devices, find_devices
+from punica_batch.workers.devices import Gpu, choose_gpus, cpu_devices, find_devices, visible_gpus
 
 FOUR = [Gpu(f"GPU-{i}", 1 << 30) for i in range(4)]
 
@@ -21,6 +21,14 @@ FOUR = [Gpu(f"GPU-{i}", 1 << 30) for i in range(4)]
 )
 def test_choose_gpus(wanted: str | None, uuids: str) -> None:
     assert [g.uuid for g in choose_gpus(FOUR, wanted)] == [f"GPU-{u}" for u in uuids]
+
+
+@pytest.mark.parametrize(
+    ("visible", "uuids"),
+    [(None, "0123"), ("", ""), ("2,0", "20"), ("GPU-3", "3"), ("1,7,2", "1"), ("-1", ""), ("GPU-", "")],
+)
+def test_cuda_visible_devices_is_honoured(visible: str | None, uuids: str) -> None:
+    assert [g.uuid for g in visible_gpus(FOUR, visible)] == [f"GPU-{u}" for u in uuids]
 
 
 @pytest.mark.parametrize("wanted", ["5", "0", "0,4", "1,1"])
