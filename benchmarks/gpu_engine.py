@@ -170,16 +170,18 @@ def profile(engine: Engine, count: int = 8) -> dict[str, Any]:
             engine.step()
         torch.cuda.synchronize()
     device: dict[str, float] = {}
-    launches = 0
+    kernels = 0
     for event in profiler.key_averages():
+        if not event.self_device_time_total:  # the host's side of a launch
+            continue
         kind = next((k for k, parts in KERNELS.items() if any(part in event.key for part in parts)), "others")
         device[kind] = device.get(kind, 0.0) + event.self_device_time_total / 1000 / count
-        launches += event.count
+        kernels += event.count
     step, busy = 1000 * statistics.median(took), sum(device.values())
     return {
         "profiled_rows": rows[0], "step_ms": round(step, 2), "device_ms": {k: round(v, 2) for k, v in device.items()},
         "device_ms_sum": round(busy, 2), "host_share": round(max(0.0, 1 - busy / step), 3),
-        "launches_a_step": round(launches / count),
+        "kernels_a_step": round(kernels / count),
     }  # fmt: skip
 
 

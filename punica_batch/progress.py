@@ -104,4 +104,4 @@ class JobSummary:
 
     def as_dict(self) -> JsonDict:
         """JSON-ready, the schema of ``run --json``."""
-        return {**asdict(self), "exit_code": self.exit_code}
+        return {"schema_version": 1, **asdict(self), "exit_code": self.exit_code}

@@ -63,6 +63,6 @@ def _show(reports: list[AdapterDetails], *, as_json: bool) -> None:
     from punica_batch.ui.console import emit, emit_json, render
 
     if as_json:
-        emit_json({"adapters": [asdict(report) for report in reports]})
+        emit_json({"schema_version": 1, "adapters": [asdict(report) for report in reports]})
     else:
         emit(render(adapters_table(reports)))

@@ -37,7 +37,7 @@ def doctor(json: Json = False, verbose: Verbose = False) -> int:
     checks = examine()
     is_fit = all(check.level != "missing" for check in checks)
     if json:
-        emit_json({"fit": is_fit, "checks": [asdict(check) for check in checks]})
+        emit_json({"schema_version": 1, "fit": is_fit, "checks": [asdict(check) for check in checks]})
     else:
         emit(render(checks_table(checks)))
     return 0 if is_fit else 1
@@ -52,6 +52,7 @@ def examine() -> list[Check]:
         check_torch(has_gpu),
         check_flashinfer(has_gpu),
         check_compiler(has_gpu),
+        check_c_compiler(),
         check_memory(),
         check_disk("disk here", Path.cwd()),
         check_cache(),
@@ -100,7 +101,7 @@ def check_torch(has_gpu: bool) -> Check:
     if has_gpu and not facts["available"]:
         why = "its CUDA does not work with this driver" if facts["cuda"] else "it cannot use the GPU"
         return Check(
-            "torch", "missing", f"{build}: {why}", f"{install} --index-url https://download.pytorch.org/whl/cu126"
+            "torch", "missing", f"{build}: {why}", f"{install} --force-reinstall (a build for this driver's CUDA)"
         )
     return Check("torch", "ok", ", ".join([build, *facts["devices"]]))
 
@@ -128,6 +129,16 @@ def check_compiler(has_gpu: bool) -> Check:
         return Check("nvcc", "absent", "not found; only GPU kernels are compiled")
     mend = "install the CUDA toolkit of torch's CUDA version, then: export CUDA_HOME=/usr/local/cuda"
     return Check("nvcc", "warning", "not found: kernels cannot be built here", mend)
+
+
+def check_c_compiler() -> Check:
+    """Compiles the CPU's kernels at first use; without one they run in plain torch."""
+    from punica_batch.ui.checks import Check
+
+    compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))), None)
+    if compiler is not None:
+        return Check("c compiler", "ok", compiler)
+    return Check("c compiler", "warning", "not found: CPU workers are slower", "install gcc or clang")
 
 
 def check_memory() -> Check:

@@ -62,8 +62,8 @@ class AdapterLedger:
             for name, digest in digests.items():
                 if known.get(name, digest) != digest and not rebind:
                     raise BindingError(
-                        f"adapter {name!r} was {known[name][:12]}… when its first rows ran, is {digest[:12]}…: "
-                        "bring the old files back, or start over with --overwrite"
+                        f"adapter {name!r} (its files or its registry settings) was {known[name][:12]}… when its first "
+                        f"rows ran, is {digest[:12]}…: bring the old ones back, or start over with --overwrite"
                     )
             for name, digest in digests.items():
                 if known.get(name) != digest:

@@ -25,9 +25,10 @@ class KVCache:
         device: torch.device | str,
     ) -> None:
         shape = (num_blocks, block_size, num_kv_heads, head_dim)
-        # Zeros, not empty: a block's unwritten tail is masked by weights of 0, and 0 * NaN would be NaN.
+        # Not zeroed: no backend lets a slot that holds nothing of a sequence into a result, and on a CPU touching every
+        # page of a pool that a job may never fill takes seconds of its start.
         self.layers: list[tuple[Tensor, Tensor]] = [
-            (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
+            (torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device))
             for _ in range(num_layers)
         ]
         self.num_blocks = num_blocks

@@ -117,7 +117,7 @@ def test_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["check", "found", "mend", "it", "with"]
     assert [line.split()[0] for line in lines[1:]] == [
-        "python", "driver", "torch", "flashinfer", "nvcc", "memory", "disk", "cache",
+        "python", "driver", "torch", "flashinfer", "nvcc", "c", "memory", "disk", "cache",
     ]  # fmt: skip
 
 

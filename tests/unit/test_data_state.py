@@ -159,7 +159,7 @@ def test_adapters_are_bound_at_first_use(config: JobConfig) -> None:
         state.bind_adapter("a", "1" * 64)
     with opened(config) as state:
         state.bind_adapter("a", "1" * 64)
-        with pytest.raises(BindingError, match=r"adapter 'b' was 2{12}… .* is 3{12}"):
+        with pytest.raises(BindingError, match=r"adapter 'b' \(its files .*\) was 2{12}… .* is 3{12}"):
             state.bind_adapters({"c": "4" * 64, "b": "3" * 64})
         state.bind_adapter("b", "3" * 64, rebind=True)
     with opened(config) as state:
