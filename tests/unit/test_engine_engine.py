@@ -254,19 +254,6 @@ def test_stats_count() -> None:
     assert 20 <= stats.prompt_tokens <= 21  # a prompt of one token counts as a decode
 
 
-def test_prefetch_leaves_out_strangers() -> None:
-    loaded: list[str] = []
-
-    def load(lora_id: str) -> PackedAdapter:
-        loaded.append(lora_id)
-        return packed(lora_id)
-
-    engine = make(load=load)
-    engine.prefetch(["b", "nobody", "c"])
-    run(engine, row(0, lora_id="c"))
-    assert sorted(loaded) == ["b", "c"]
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_random_loads_answer_every_row_once(seed: int) -> None:
     """Tight cache, few slots, random lengths and samples: each row's tokens are its script's."""
