@@ -18,19 +18,18 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from punica_batch_kernels.backend import Kernels
 
 from punica_batch.config import JobConfig
 from punica_batch.engine.engine import Engine, build_engine
 from punica_batch.engine.settings import EngineSettings
 from punica_batch.job.runner import run_job
-from punica_batch.models import llama
 from punica_batch.models.layers import Linear
 from punica_batch.progress import NoProgress, Snapshot
 from punica_batch.text.tokenizer import Tokenizer
@@ -187,12 +186,12 @@ def _where_time_goes(engine: Engine, args: argparse.Namespace, rows: list[dict[s
 
     model, runner = engine.runner.model, engine.runner
     own = model.kernels
-    kernels = Kernels(
-        write_kv=timed("attention", own.write_kv),
-        plan_attention=timed("attention", own.plan_attention),
-        paged_attention=timed("attention", own.paged_attention),
-        add_lora=timed("adapters", own.add_lora),
-    )
+    parts = {
+        "attention": ("write_kv", "plan_attention", "paged_attention"),
+        "adapters": ("add_lora",),
+        "norms, RoPE, activation": ("rms_norm", "add_rms_norm", "apply_rope", "silu_and_mul"),
+    }
+    kernels = replace(own, **{name: timed(part, getattr(own, name)) for part, names in parts.items() for name in names})
     with _patched(Linear, "apply", timed("base products", Linear.apply)):
         for layer in (model, *model.layers):
             layer.kernels = kernels
@@ -201,12 +200,7 @@ def _where_time_goes(engine: Engine, args: argparse.Namespace, rows: list[dict[s
         runner.collect = timed("model and sampling", collect)  # type: ignore[method-assign]
         from punica_batch.engine import model_runner
 
-        with (
-            _patched(model_runner, "sample", timed("sampling", model_runner.sample)),
-            _patched(llama, "rms_norm", timed("norms, RoPE, activation", llama.rms_norm)),
-            _patched(llama, "apply_rope", timed("norms, RoPE, activation", llama.apply_rope)),
-            _patched(llama, "silu_and_mul", timed("norms, RoPE, activation", llama.silu_and_mul)),
-        ):
+        with _patched(model_runner, "sample", timed("sampling", model_runner.sample)):
             start = time.perf_counter()
             _generate(engine, args, rows)
             total = time.perf_counter() - start

@@ -2,19 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from punica_batch_kernels.attention import flashinfer_backend
 from punica_batch_kernels.attention import reference as attention_reference
 from punica_batch_kernels.attention.types import AttentionMetadata, AttentionShape
+from punica_batch_kernels.elementwise import reference as elementwise_reference
+from punica_batch_kernels.native.kernels import NativeKernels, load_native
 from punica_batch_kernels.sgmv import AddLora, backend_for
 from punica_batch_kernels.sgmv import reference as sgmv_reference
-from punica_batch_kernels.sgmv.native import load as load_native
+
+# x [T, in], weight, bias or None to x W^T + b, as ``torch.nn.functional.linear``
+ComputeLinear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+class RmsNorm(Protocol):
+    def __call__(self, x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor: ...
+
+
+class AddRmsNorm(Protocol):
+    def __call__(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+
+
+class ApplyRope(Protocol):
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor) -> None: ...
+
+
+class SiluAndMul(Protocol):
+    def __call__(self, gate_up: Tensor) -> Tensor: ...
 
 
 class WriteKV(Protocol):
@@ -43,7 +65,7 @@ class PagedAttention(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """The functions' meanings are those of ``sgmv.reference`` and ``attention.reference``.
+    """The functions' meanings are those of ``sgmv.reference``, ``attention.reference`` and ``elementwise.reference``.
 
     ``note``: one sentence where a slower backend than the device's best had to be taken.
     """
@@ -52,6 +74,11 @@ class Kernels:
     write_kv: WriteKV
     plan_attention: PlanAttention
     paged_attention: PagedAttention
+    linear: ComputeLinear = functional.linear
+    rms_norm: RmsNorm = elementwise_reference.rms_norm
+    add_rms_norm: AddRmsNorm = elementwise_reference.add_rms_norm
+    apply_rope: ApplyRope = elementwise_reference.apply_rope
+    silu_and_mul: SiluAndMul = elementwise_reference.silu_and_mul
     note: str | None = None
 
 
@@ -70,16 +97,16 @@ def kernels_for(
     kv_dtype: torch.dtype | None = None,
     cache: Path | None = None,
 ) -> Kernels:
-    """On the CPU plain torch, but for SGMV of float32, in C where a compiler is found. On CUDA devices SGMV by Triton,
-    and attention by FlashInfer where that is installed, can compile and has kernels for the model; else plain torch,
-    and ``note`` says why.
+    """On the CPU the kernels in C for float32, where a compiler is found; else plain torch. On CUDA devices SGMV by
+    Triton, and attention by FlashInfer where that is installed, can compile and has kernels for the model; else plain
+    torch, and ``note`` says why.
 
     ``dtype``: of the model; ``kv_dtype``: of its KV cache (None: the same). ``cache``: the folder for what is compiled
     (None: nothing is).
     """
     if device.type != "cuda":
         native = load_native(cache) if cache is not None and dtype is torch.float32 else None
-        return REFERENCE if native is None else replace(REFERENCE, add_lora=native.add_lora)
+        return REFERENCE if native is None else _native(native, kv_dtype or dtype)
     add_lora = backend_for(device).add_lora
     reason = flashinfer_backend.unsupported(attention, dtype, kv_dtype or dtype)
     if reason is None:
@@ -90,3 +117,15 @@ def kernels_for(
         else:
             return Kernels(add_lora, attention_reference.write_kv, backend.plan, backend.run)
     return replace(REFERENCE, add_lora=add_lora, note=f"attention runs in plain torch, not by FlashInfer: {reason}")
+
+
+def _native(native: NativeKernels, kv_dtype: torch.dtype) -> Kernels:
+    elementwise, attention = native.elementwise, native.attention
+    kernels = replace(
+        REFERENCE, add_lora=native.sgmv.add_lora, linear=native.linear.linear, write_kv=elementwise.write_kv,
+        rms_norm=elementwise.rms_norm, add_rms_norm=elementwise.add_rms_norm, apply_rope=elementwise.apply_rope,
+        silu_and_mul=elementwise.silu_and_mul,
+    )  # fmt: skip
+    if kv_dtype is not torch.float32:
+        return kernels
+    return replace(kernels, plan_attention=attention.plan, paged_attention=attention.run)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 import torch
+from punica_batch_kernels.backend import ComputeLinear
 from torch import Tensor
-from torch.nn import functional
 
 from punica_batch.models.config import RopeConfig
 
@@ -14,42 +14,26 @@ from punica_batch.models.config import RopeConfig
 class Linear:
     """y = x W^T + b. What calls it knows only ``apply``: the weight may become a shard, or quantised.
 
-    ``weight`` [out, in], ``bias`` [out] or None.
+    ``weight`` [out, in], ``bias`` [out] or None; ``compute``: the kernel.
     """
 
-    __slots__ = ("bias", "weight")
+    __slots__ = ("bias", "compute", "weight")
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, compute: ComputeLinear) -> None:
         self.weight = weight
         self.bias = bias
+        self.compute = compute
 
     @classmethod
-    def empty(cls, out: int, into: int, *, bias: bool, dtype: torch.dtype, device: torch.device) -> Linear:
+    def empty(
+        cls, out: int, into: int, compute: ComputeLinear, *, bias: bool, dtype: torch.dtype, device: torch.device
+    ) -> Linear:
         weight = torch.empty(out, into, dtype=dtype, device=device)
-        return cls(weight, torch.empty(out, dtype=dtype, device=device) if bias else None)
+        return cls(weight, torch.empty(out, dtype=dtype, device=device) if bias else None, compute)
 
     def apply(self, x: Tensor) -> Tensor:
         """``x`` [T, in] to [T, out], a new tensor."""
-        return functional.linear(x, self.weight, self.bias)
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last dimension, the mean in float32 (Zhang and Sennrich 2019, equation 4).
-
-    On the CPU it rounds where Hugging Face does: to x's dtype before the weight is multiplied. On a GPU it is torch's
-    one kernel, which rounds once, at the end.
-    """
-    if x.dtype == torch.float32 or x.is_cuda:
-        return functional.rms_norm(x, weight.shape, weight, eps)
-    wide = x.float()
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * wide.to(x.dtype)
-
-
-def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up of [T, 2 m], gate first; [T, m]."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return functional.silu(gate).mul_(up)
+        return self.compute(x, self.weight, self.bias)
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int, device: torch.device) -> Tensor:
@@ -77,13 +61,3 @@ def rope_cos_sin(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> 
     """
     angles = positions.to(torch.float32)[:, None] * frequencies
     return angles.cos().to(dtype)[:, None], angles.sin().to(dtype)[:, None]
-
-
-def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates ``x`` [T, heads, head_dim], first half against second half (Hugging Face's layout); a new tensor."""
-    half = x.shape[-1] // 2
-    first, second = x[..., :half], x[..., half:]
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=out[..., half:]).addcmul_(first, sin)
-    return out

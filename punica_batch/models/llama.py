@@ -18,14 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from punica_batch.models.config import ModelConfig
-from punica_batch.models.layers import (
-    Linear,
-    apply_rope,
-    rms_norm,
-    rope_cos_sin,
-    rope_frequencies,
-    silu_and_mul,
-)
+from punica_batch.models.layers import Linear, rope_cos_sin, rope_frequencies
 from punica_batch.models.lora import LayerLora, ModelLora
 
 
@@ -52,7 +45,7 @@ class DecoderLayer:
         h, q, kv, m = config.hidden_size, config.q_size, config.kv_size, config.intermediate_size
 
         def linear(out: int, into: int, bias: bool) -> Linear:
-            return Linear.empty(out, into, bias=bias, dtype=dtype, device=device)
+            return Linear.empty(out, into, kernels.linear, bias=bias, dtype=dtype, device=device)
 
         def vector(size: int) -> Tensor:
             return torch.empty(size, dtype=dtype, device=device)
@@ -89,28 +82,40 @@ class DecoderLayer:
                     tensors |= {f"{prefix}.{n}.{kind}": part for n, part in zip(names, parts, strict=True)}
         return tensors
 
-    def forward(self, x: Tensor, cache: tuple[Tensor, Tensor], step: StepContext, lora: LayerLora | None) -> Tensor:
-        """``x`` [T, hidden], the residual stream, is updated in place and returned."""
-        eps = self.config.rms_norm_eps
-        x += self._attention(rms_norm(x, self.input_norm, eps), cache, step, lora)
-        hidden = rms_norm(x, self.post_attention_norm, eps)
-        gate_up = self._project(self.gate_up, hidden, step, lora.gate_up if lora else None)
-        x += self._project(self.down, silu_and_mul(gate_up), step, lora.down if lora else None)
-        return x
+    def forward(
+        self,
+        x: Tensor | None,
+        residual: Tensor,
+        cache: tuple[Tensor, Tensor],
+        step: StepContext,
+        lora: LayerLora | None,
+    ) -> Tensor:
+        """``residual`` [T, hidden], the residual stream, is updated in place.
+
+        ``x`` [T, hidden]: what the layer before has still to add to it (None: nothing). Returns what this one has:
+        so that adding and the norm after it are one kernel.
+        """
+        kernels, eps = self.kernels, self.config.rms_norm_eps
+        if x is None:
+            x = kernels.rms_norm(residual, self.input_norm, eps)
+        else:
+            x = kernels.add_rms_norm(x, residual, self.input_norm, eps)
+        x = self._attention(x, cache, step, lora)
+        x = kernels.add_rms_norm(x, residual, self.post_attention_norm, eps)
+        gate_up = self._project(self.gate_up, x, step, lora.gate_up if lora else None)
+        return self._project(self.down, kernels.silu_and_mul(gate_up), step, lora.down if lora else None)
 
     def _attention(self, x: Tensor, cache: tuple[Tensor, Tensor], step: StepContext, lora: LayerLora | None) -> Tensor:
-        config = self.config
+        config, kernels = self.config, self.kernels
         heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        qkv = self._project(self.qkv, x, step, lora.qkv if lora else None)
-        rotated = qkv[:, : config.q_size + config.kv_size].view(-1, heads + kv_heads, head_dim)
+        qkv = self._project(self.qkv, x, step, lora.qkv if lora else None).view(-1, heads + 2 * kv_heads, head_dim)
+        q, k, v = qkv.split_with_sizes([heads, kv_heads, kv_heads], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = rotated.split_with_sizes([heads, kv_heads], dim=1)
-            eps = config.rms_norm_eps
-            rotated = torch.cat((rms_norm(q, self.q_norm, eps), rms_norm(k, self.k_norm, eps)), dim=1)
-        q, k = apply_rope(rotated, step.cos, step.sin).split_with_sizes([heads, kv_heads], dim=1)
-        v = qkv[:, config.q_size + config.kv_size :].view(-1, kv_heads, head_dim)
-        self.kernels.write_kv(k, v, *cache, step.meta.slot_mapping)
-        out = self.kernels.paged_attention(
+            kernels.rms_norm(q, self.q_norm, config.rms_norm_eps, out=q)
+            kernels.rms_norm(k, self.k_norm, config.rms_norm_eps, out=k)
+        kernels.apply_rope(qkv[:, : heads + kv_heads], step.cos, step.sin)
+        kernels.write_kv(k, v, *cache, step.meta.slot_mapping)
+        out = kernels.paged_attention(
             q, *cache, step.meta, scale=self.scale, window=self.window, plan=step.plans[self.window]
         )
         return self._project(self.o, out.view(-1, config.q_size), step, lora.o if lora else None)
@@ -136,7 +141,8 @@ class LlamaModel:
         size = (config.vocab_size, config.hidden_size)
         self.embed_tokens = torch.empty(size, dtype=dtype, device=self.device)
         tied = config.tie_word_embeddings
-        self.lm_head = Linear(self.embed_tokens if tied else torch.empty(size, dtype=dtype, device=self.device))
+        weight = self.embed_tokens if tied else torch.empty(size, dtype=dtype, device=self.device)
+        self.lm_head = Linear(weight, None, kernels.linear)
         self.norm = torch.empty(config.hidden_size, dtype=dtype, device=self.device)
         indices = range(config.num_hidden_layers)
         self.layers = [DecoderLayer(config, i, kernels, dtype, self.device) for i in indices]
@@ -167,17 +173,19 @@ class LlamaModel:
         the last norm, [T, hidden].
         """
         lora = lora if segments.has_lora else None
-        x = functional.embedding(input_ids, self.embed_tokens)
+        residual = functional.embedding(input_ids, self.embed_tokens)
         if lora is not None:
-            self._add_embedding_lora(x, input_ids, segments, lora)
+            self._add_embedding_lora(residual, input_ids, segments, lora)
         cos, sin = rope_cos_sin(positions, self.frequencies, self.dtype)
         block_size = kv_caches[0][0].shape[1]
         windows = set(self.config.sliding_windows)
         plans = {w: self.kernels.plan_attention(meta, block_size, window=w) for w in windows}
         step = StepContext(cos, sin, meta, plans, segments)
+        x = None
         for i, layer in enumerate(self.layers):
-            x = layer.forward(x, kv_caches[i], step, lora.layers[i] if lora is not None else None)
-        return rms_norm(x, self.norm, self.config.rms_norm_eps)
+            x = layer.forward(x, residual, kv_caches[i], step, lora.layers[i] if lora is not None else None)
+        assert x is not None
+        return self.kernels.add_rms_norm(x, residual, self.norm, self.config.rms_norm_eps)
 
     def logits(self, hidden: Tensor, segments: Segments, lora: ModelLora | None) -> Tensor:
         """``hidden`` [S, hidden]: rows of ``forward``'s, with their own ``segments``. Returns float32 [S, vocab]."""

@@ -66,13 +66,21 @@ class AttentionPlan:
     buckets: tuple[Bucket, ...]
 
 
-def plan_attention(meta: AttentionMetadata, block_size: int, *, window: int | None) -> AttentionPlan:
-    """What ``paged_attention`` needs to know of the step's lengths; the same for every layer with this window."""
+def plan_attention(
+    meta: AttentionMetadata, block_size: int, *, window: int | None, sequences: IntArray | None = None
+) -> AttentionPlan:
+    """What ``paged_attention`` needs to know of the step's lengths; the same for every layer with this window.
+
+    ``sequences``: the numbers of those to plan for (None: all).
+    """
     q_starts = np.asarray(meta.qo_indptr_host, dtype=np.int64)
     q_lens = np.diff(q_starts)
     kv_lens = np.asarray(meta.kv_lens_host, dtype=np.int64)
     tables = meta.block_tables_host
-    groups = _group(q_lens, kv_lens, window)
+    wanted = q_lens if sequences is None else np.zeros_like(q_lens)
+    if sequences is not None:
+        wanted[sequences] = q_lens[sequences]
+    groups = _group(wanted, kv_lens, window)
     buckets = [
         _bucket(g, q_starts, q_lens, kv_lens, tables, block_size, window, meta.block_tables.device) for g in groups
     ]
@@ -99,9 +107,14 @@ def paged_attention(
     if plan is None:
         plan = plan_attention(meta, k_cache.shape[1], window=window)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    run_plan(plan, q, k_cache, v_cache, out, scale)
+    return out
+
+
+def run_plan(plan: AttentionPlan, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, scale: float) -> None:
+    """``paged_attention`` of the plan's sequences into their rows of ``out``."""
     for bucket in plan.buckets:
         _run(bucket, q, k_cache, v_cache, out, scale)
-    return out
 
 
 def _group(q_lens: IntArray, kv_lens: IntArray, window: int | None) -> list[IntArray]:

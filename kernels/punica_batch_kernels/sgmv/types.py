@@ -14,10 +14,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from punica_batch_kernels.sgmv.tiles import RowTiles, build_tiles
@@ -81,7 +80,7 @@ class SlotWeights:
     ranks: tuple[int, ...]
     a_t: Tensor = field(init=False, repr=False)
     b_t: tuple[Tensor | None, ...] = field(init=False, repr=False)
-    descriptor: NDArray[np.int64] | None = field(init=False, repr=False, default=None)
+    descriptor: Any = field(init=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
         self.a_t = self.a.t()

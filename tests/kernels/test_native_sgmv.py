@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import accumulate, pairwise
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from punica_batch_kernels.sgmv import native, reference
+from punica_batch_kernels.native.kernels import NativeKernels
+from punica_batch_kernels.native.sgmv import NativeSgmv
+from punica_batch_kernels.sgmv import reference
 from punica_batch_kernels.sgmv.types import LoraGroup, Segments, SlotWeights
 from torch import Tensor
 
 
 @pytest.fixture(scope="module")
-def kernel(tmp_path_factory: pytest.TempPathFactory) -> native.NativeSgmv:
-    loaded = native.load(tmp_path_factory.mktemp("cache"))
-    if loaded is None:
-        pytest.skip("no C compiler on this machine")
-    return loaded
-
-
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
+def sgmv(native_kernels: NativeKernels) -> NativeSgmv:
+    return native_kernels.sgmv
 
 
 def weights(widths: list[int], h_in: int, ranks: list[int], generator: torch.Generator) -> SlotWeights:
@@ -54,7 +43,7 @@ def expected(y: Tensor, x: Tensor, group: LoraGroup, segments: Segments) -> Tens
 
 
 @given(st.data())
-def test_any_segments_of_any_ranks(kernel: native.NativeSgmv, data: st.DataObject) -> None:
+def test_any_segments_of_any_ranks(sgmv: NativeSgmv, data: st.DataObject) -> None:
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32)))
     widths = data.draw(st.lists(st.sampled_from([1, 7, 64, 65, 100, 192]), min_size=1, max_size=3))
     h_in = data.draw(st.sampled_from([1, 15, 16, 17, 64, 100, 576]))
@@ -63,7 +52,7 @@ def test_any_segments_of_any_ranks(kernel: native.NativeSgmv, data: st.DataObjec
     for _ in range(4):
         drawn = data.draw(st.lists(ranks, min_size=len(widths), max_size=len(widths)))
         group.slots.append(weights(widths, h_in, drawn, generator) if any(drawn) else None)
-    lengths = data.draw(st.lists(st.integers(0, 35), min_size=1, max_size=6))
+    lengths = data.draw(st.lists(st.one_of(st.integers(0, 12), st.integers(30, 70)), min_size=1, max_size=6))
     slots = data.draw(st.lists(st.integers(-1, 3), min_size=len(lengths), max_size=len(lengths)))
     segments = Segments.build(list(accumulate(lengths, initial=0)), slots)
     rows = sum(lengths)
@@ -71,7 +60,7 @@ def test_any_segments_of_any_ranks(kernel: native.NativeSgmv, data: st.DataObjec
     wide = torch.full((rows, sum(widths) + 5), float("nan"))
     y = wide[:, 2 : 2 + sum(widths)].copy_(torch.randn(rows, sum(widths), generator=generator))
     want = expected(y, x, group, segments)
-    kernel.add_lora(y, x, group, segments)
+    sgmv.add_lora(y, x, group, segments)
     torch.testing.assert_close(y.double(), want, rtol=1e-4, atol=1e-4 * (h_in**0.5))
     assert wide[:, :2].isnan().all()
     assert wide[:, 2 + sum(widths) :].isnan().all()
@@ -84,35 +73,33 @@ def decode_step(generator: torch.Generator) -> tuple[LoraGroup, Segments, Tensor
     return group, segments, torch.randn(33, 576, generator=generator), torch.randn(33, 960, generator=generator)
 
 
-def test_the_result_does_not_depend_on_threads(kernel: native.NativeSgmv, two_threads: None) -> None:
+def test_the_result_does_not_depend_on_threads(sgmv: NativeSgmv, two_threads: None) -> None:
     group, segments, x, y = decode_step(torch.Generator().manual_seed(1))
     other = y.clone()
-    kernel.add_lora(y, x, group, segments)
+    sgmv.add_lora(y, x, group, segments)
     torch.set_num_threads(1)
-    kernel.add_lora(other, x, group, segments)
+    sgmv.add_lora(other, x, group, segments)
     assert torch.equal(y, other)
 
 
-def test_the_kernel_is_what_runs(kernel: native.NativeSgmv, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_is_what_runs(sgmv: NativeSgmv, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*args: object) -> None:
         raise AssertionError("the reference ran")
 
     group, segments, x, y = decode_step(torch.Generator().manual_seed(2))
     monkeypatch.setattr(reference, "add_lora", refused)
-    kernel.add_lora(y, x, group, segments)
+    sgmv.add_lora(y, x, group, segments)
     with pytest.raises(AssertionError):  # half precision is the reference's
-        kernel.add_lora(y.half(), x.half(), group, segments)
+        sgmv.add_lora(y.half(), x.half(), group, segments)
 
 
-def test_without_a_compiler_there_is_no_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setenv("CC", "nothing")
-    assert native.load(tmp_path / "cache") is None
-
-
-def test_a_compiler_that_fails_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = tmp_path / "cc"
-    broken.write_text("#!/bin/sh\nexit 1\n")
-    broken.chmod(0o755)
-    monkeypatch.setenv("CC", str(broken))
-    assert native.load(tmp_path / "cache") is None
+def test_a_rows_result_depends_on_nothing_else(sgmv: NativeSgmv) -> None:
+    """Bit for bit: in a long segment among others, and alone."""
+    generator = torch.Generator().manual_seed(3)
+    group = LoraGroup(576, (0, 576, 768, 960))
+    group.slots = [weights([576, 192, 192], 576, [r] * 3, generator) for r in (8, 64)]
+    x, y = torch.randn(60, 576, generator=generator), torch.randn(60, 960, generator=generator)
+    alone = y[37:38].clone()
+    sgmv.add_lora(y, x, group, Segments.build([0, 9, 60], [0, 1]))
+    sgmv.add_lora(alone, x[37:38], group, Segments.build([0, 1], [1]))
+    assert torch.equal(y[37:38], alone)

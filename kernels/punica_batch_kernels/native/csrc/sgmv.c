@@ -1,21 +1,12 @@
-/* SGMV for float32 on a CPU, for segments of few rows: y[rows, slice] += (x[rows] A^T)[slice] B^T.
+/* SGMV for float32 on a CPU: y[rows, slice] += (x[rows] A^T)[slice] B^T.
 
    At decode an adapter's few rows make matrix products too small for a BLAS call each: what counts is to read A and B
-   once, in order, on all cores. A task is eight rows of one segment; the threads take tasks from a counter, and each
-   task is computed by one thread in one order, so the result does not depend on their number. */
+   once, in order, on all cores. A task is eight rows of one segment. */
 
-#include <stdint.h>
-#include <string.h>
+#include "common.h"
 
-#ifdef __AVX512F__
-#define LANES 16
-#else
-#define LANES 8
-#endif
 #define ROWS 8     /* rows of a task: x and v stay in the first cache */
 #define MAX_RANK 768 /* of all slices of a group together */
-
-typedef float vec __attribute__((vector_size(LANES * sizeof(float)), aligned(4)));
 
 typedef struct {
     const float *a;      /* [rank_sum, in] */
@@ -36,15 +27,11 @@ typedef struct {
     const task *tasks;
     int64_t num_tasks, num_slices;
     const int64_t *offsets;   /* [num_slices + 1] */
-    int64_t next;
 } job;
 
-static inline vec load(const float *p) { return *(const vec *)p; }
-
-static inline float sum(vec a) {
-    float s = 0;
-    for (int i = 0; i < LANES; i++) s += a[i];
-    return s;
+/* Asks for what is needed next: pieces too short for the processor to foresee. */
+INLINE void fetch(const float *p, int64_t stride, int rows) {
+    for (int i = 0; i < rows; i++) __builtin_prefetch(p + i * stride);
 }
 
 /* v[m][r] = x[m] . a[r] for `rows` rows and four ranks (fewer at the end: `ranks`). */
@@ -57,6 +44,7 @@ static void dots(const float *const *x, int rows, const float *a, int64_t in, in
         memset(s, 0, sizeof s);
         int64_t k = 0;
         for (; k + LANES <= in; k += LANES) {
+            if (!m) fetch(a0 + k + 4 * in, in, 4);
             vec w0 = load(a0 + k), w1 = load(a1 + k), w2 = load(a2 + k), w3 = load(a3 + k), u;
             u = load(x0 + k), s[0][0] += u * w0, s[0][1] += u * w1, s[0][2] += u * w2, s[0][3] += u * w3;
             u = load(x1 + k), s[1][0] += u * w0, s[1][1] += u * w1, s[1][2] += u * w2, s[1][3] += u * w3;
@@ -64,9 +52,11 @@ static void dots(const float *const *x, int rows, const float *a, int64_t in, in
             u = load(x3 + k), s[3][0] += u * w0, s[3][1] += u * w1, s[3][2] += u * w2, s[3][3] += u * w3;
         }
         const float *xs[4] = {x0, x1, x2, x3}, *as[4] = {a0, a1, a2, a3};
+        float totals[16];
+        sums16(&s[0][0], totals);
         for (int i = 0; i < 4 && m + i < rows; i++)
             for (int j = 0; j < ranks; j++) {
-                float total = sum(s[i][j]);
+                float total = totals[4 * i + j];
                 for (int64_t t = k; t < in; t++) total += xs[i][t] * as[j][t];
                 v[(m + i) * v_stride + j] = total;
             }
@@ -89,6 +79,7 @@ static void add_products(float *const *y, int rows, const float *v, int64_t v_st
                         *v3 = v0 + (last > 3) * 3 * v_stride;
             for (int64_t r = 0; r < rank; r++) {
                 const float *p = b + r * width + n;
+                if (!m) fetch(p + 4 * LANES, LANES, 4);
                 vec w0 = load(p), w1 = load(p + LANES), w2 = load(p + 2 * LANES), w3 = load(p + 3 * LANES);
                 s[0][0] += v0[r] * w0, s[0][1] += v0[r] * w1, s[0][2] += v0[r] * w2, s[0][3] += v0[r] * w3;
                 s[1][0] += v1[r] * w0, s[1][1] += v1[r] * w1, s[1][2] += v1[r] * w2, s[1][3] += v1[r] * w3;
@@ -106,7 +97,9 @@ static void add_products(float *const *y, int rows, const float *v, int64_t v_st
         }
 }
 
-static void run_task(const job *j, const task *t) {
+static void run_task(void *data, int64_t i) {
+    const job *j = data;
+    const task *t = &j->tasks[i];
     const slot *s = j->slots[t->segment];
     if (!s) return;
     float v[ROWS * MAX_RANK];
@@ -124,19 +117,10 @@ static void run_task(const job *j, const task *t) {
     }
 }
 
-static void run_tasks(void *data) {
-    job *j = data;
-    int64_t i;
-    while ((i = __atomic_fetch_add(&j->next, 1, __ATOMIC_RELAXED)) < j->num_tasks) run_task(j, &j->tasks[i]);
-}
-
-/* `parallel`: GOMP_parallel of the OpenMP runtime that torch uses, so that its threads serve here too; NULL: none. */
-void punica_sgmv_f32(const float *x, int64_t x_stride, float *y, int64_t y_stride, int64_t in, const slot *const *slots,
-                     const task *tasks, int64_t num_tasks, int64_t num_slices, const int64_t *offsets,
-                     void (*parallel)(void (*)(void *), void *, unsigned, unsigned), int threads) {
-    job j = {x, y, x_stride, y_stride, in, slots, tasks, num_tasks, num_slices, offsets, 0};
-    if (parallel && threads > 1 && num_tasks > 1)
-        parallel(run_tasks, &j, (unsigned)(threads < num_tasks ? threads : num_tasks), 0);
-    else
-        run_tasks(&j);
+/* y[rows, slice] += (x[rows] A^T)[slice] B^T for the rows of `tasks`. */
+void punica_sgmv(const float *x, int64_t x_stride, float *y, int64_t y_stride, int64_t in, const slot *const *slots,
+                 const task *tasks, int64_t num_tasks, int64_t num_slices, const int64_t *offsets,
+                 parallel_function parallel, int threads) {
+    job j = {x, y, x_stride, y_stride, in, slots, tasks, num_tasks, num_slices, offsets};
+    for_each_task(run_task, &j, num_tasks, parallel, threads);
 }

@@ -1,0 +1,46 @@
+"""What lies between a decoder's matrix products, in plain torch: norms, rotary embedding, activation."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+    """x / rms(x) * weight over the last dimension, the mean in float32 (Zhang and Sennrich 2019, equation 4).
+
+    ``x`` [..., n], of which all but the last dimension may be strided; ``out``: of x's shape, may be ``x``.
+    On the CPU it rounds where Hugging Face does: to x's dtype before the weight is multiplied. On a GPU it is torch's
+    one kernel, which rounds once, at the end.
+    """
+    if x.dtype == torch.float32 or x.is_cuda:
+        result = functional.rms_norm(x, weight.shape, weight, eps)
+    else:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+        result = weight * wide.to(x.dtype)
+    return result if out is None else out.copy_(result)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """residual += x in place, and the norm of that; ``x`` and ``residual`` [T, n] contiguous. x is used up."""
+    residual += x
+    return rms_norm(residual, weight, eps)
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Rotates ``x`` [T, heads, head_dim] in place, first half against second (Hugging Face's layout).
+
+    ``cos``, ``sin`` [T, 1, head_dim / 2] of x's dtype, contiguous; x may be strided but for its last dimension.
+    """
+    first, second = x.chunk(2, dim=-1)
+    rotated = (first * cos).addcmul_(second, sin, value=-1)
+    second.copy_((second * cos).addcmul_(first, sin))
+    first.copy_(rotated)
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up of [T, 2 m], gate first; [T, m]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.silu(gate).mul_(up)
