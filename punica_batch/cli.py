@@ -17,6 +17,7 @@ import typer
 
 from punica_batch.commands import adapters, doctor, plan, retry, run, status, validate
 from punica_batch.errors import Interrupted, PunicaError, Signalled
+from punica_batch.ui.lines import write_line
 
 app = typer.Typer(
     name="punica-batch",
@@ -72,7 +73,7 @@ def execute(arguments: Sequence[str]) -> int:
     if context.get("verbose"):
         traceback.print_exception(failure)
     if line:
-        print(f"punica-batch: {' '.join(line.split())}", file=sys.stderr)
+        write_line(f"punica-batch: {' '.join(line.split())}", sys.stderr)
     return exit_code
 
 
@@ -81,6 +82,9 @@ def _usage_line(error: Exception) -> tuple[str, int] | None:
     if not hasattr(error, "format_message"):
         return None
     message = error.format_message()  # empty when typer has shown the help because nothing was asked
+    likely = getattr(error, "possibilities", None)  # nearest first; the message has them by alphabet
+    if likely:
+        message = f"{getattr(error, 'message', message)}; did you mean {likely[0]}?"
     command = getattr(getattr(error, "ctx", None), "command_path", "punica-batch")
     return (f"{message} (see {command} --help)" if message else ""), 2
 

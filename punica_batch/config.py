@@ -6,13 +6,18 @@ they are and what is allowed. Field names are the flags' names with underscores.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import difflib
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import ValidationError as PydanticError
 
+from punica_batch.errors import UsageError
 from punica_batch.types import SamplingParams
 
-Positive = Annotated[int, Field(ge=1)]
+MAX_INTEGER = 2**31 - 1
+Positive = Annotated[int, Field(ge=1, le=MAX_INTEGER)]
 
 # What decides the generations and the output's columns: bound into the plan, refused when changed on resume. Model
 # and tokenizer are bound by their digests instead, so they may lie elsewhere next time.
@@ -25,10 +30,26 @@ BINDING_FIELDS = (
 )  # fmt: skip
 
 
-class JobConfig(BaseModel):
-    """One job. Immutable; ``model_copy(update=...)`` makes a changed one."""
+class FieldError(UsageError):
+    """A value of ``JobConfig`` is wrong: ``field`` and the rest of the sentence about it, ``problem``."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), hide_input_in_errors=True)
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"JobConfig: {field!r} {problem}")
+        self.field = field
+        self.problem = problem
+
+    @classmethod
+    def of(cls, error: PydanticError) -> FieldError:
+        """The first fault in ``error``, on one line."""
+        return cls(*_problem(error))
+
+
+class JobFields(BaseModel):
+    """The fields of ``JobConfig`` and what is allowed in them, as pydantic reports it."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", protected_namespaces=(), hide_input_in_errors=True, allow_inf_nan=False
+    )
 
     inputs: tuple[str, ...] = ()
     output: str | None = None
@@ -51,11 +72,11 @@ class JobConfig(BaseModel):
 
     temperature: Annotated[float, Field(ge=0)] = 0.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Field(ge=-1)] = 0
+    top_k: Annotated[int, Field(ge=-1, le=MAX_INTEGER)] = 0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     max_tokens: Positive = 256
     stop: tuple[str, ...] = ()
-    seed: int = 0
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] = 0
     n: Annotated[int, Field(ge=1, le=1024)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=256)] | None = None
     ignore_eos: bool = False
@@ -88,13 +109,27 @@ class JobConfig(BaseModel):
     workers: Positive | None = None
     gpus: str | None = None
 
+    @field_validator("output", "model", "revision", "tokenizer", "adapters", "work_dir")
+    @classmethod
+    def _check_not_empty(cls, value: str | None) -> str | None:
+        if value == "":
+            raise ValueError("is empty")
+        return value
+
+    @field_validator("stop")
+    @classmethod
+    def _check_stop(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if not all(value):
+            raise ValueError("must be a list of non-empty strings")
+        return value
+
     @field_validator("max_errors")
     @classmethod
     def _check_max_errors(cls, value: str) -> str:
         number = value.removesuffix("%")
         limit = 100.0 if value.endswith("%") else float("inf")
         try:
-            good = 0 <= float(number) <= limit and (value.endswith("%") or float(number).is_integer())
+            good = 0 <= float(number) <= limit and (value.endswith("%") or int(number) >= 0)
         except ValueError:
             good = False
         if not good:
@@ -127,11 +162,50 @@ class JobConfig(BaseModel):
         )  # fmt: skip
 
     def error_limit(self, rows: int) -> int:
-        """How many of ``rows`` may fail before the job stops."""
-        if self.max_errors.endswith("%"):
-            return int(rows * float(self.max_errors[:-1]) / 100)
-        return int(self.max_errors)
+        """How many of ``rows`` may fail before the job stops. A share is at least one row unless it is 0 %: a trial of
+        a few rows must not end at its first bad one."""
+        if not self.max_errors.endswith("%"):
+            return int(self.max_errors)
+        share = float(self.max_errors[:-1]) / 100
+        return max(1, int(rows * share)) if share else 0
 
     def binding(self) -> dict[str, Any]:
         """The values of ``BINDING_FIELDS``, JSON-ready."""
         return self.model_dump(mode="json", include=set(BINDING_FIELDS))
+
+
+class JobConfig(JobFields):
+    """One job. Immutable; ``model_copy(update=...)`` makes a changed one. Raises ``FieldError``, a ``UsageError``."""
+
+    if not TYPE_CHECKING:  # type checkers know the fields
+
+        def __init__(self, **values: Any) -> None:
+            try:
+                super().__init__(**values)
+            except PydanticError as error:
+                raise FieldError.of(error) from None
+
+
+def nearest(key: str, valid: Iterable[str] = JobFields.model_fields) -> str:
+    """The valid name that looks most like ``key``."""
+    return difflib.get_close_matches(key, list(valid), n=1, cutoff=0.0)[0]
+
+
+def _problem(error: PydanticError) -> tuple[str, str]:
+    """(field, "must be …") of the first error. Shows numbers that are out of range, never text: it may be secret."""
+    first = error.errors(include_url=False)[0]
+    location = [str(part) for part in first["loc"]]
+    if first["type"] == "extra_forbidden":
+        return location[0], f"is unknown; the nearest valid one is {nearest(location[0])!r}"
+    message = first["msg"].removeprefix("Value error, ").replace("Input should be", "must be").replace("tuple", "list")
+    value: object = first["input"]
+    if first["type"] == "literal_error" and isinstance(value, str):
+        expected = [part.strip("'") for part in first["ctx"]["expected"].replace(" or ", ", ").split(", ")]
+        return location[0], f"{message}; the nearest valid one is {nearest(value, expected)!r}"
+    inside = f" ({'.'.join(location[1:])})" if len(location) > 1 else ""
+    if first["type"] == "value_error":
+        return location[0], message + inside
+    if isinstance(value, int | float) and location[0] != "storage_options":
+        return location[0], f"{message}{inside}, not {value!r}"
+    kind = {"str": "string", "tuple": "list", "dict": "table"}.get(type(value).__name__, type(value).__name__)
+    return location[0], f"{message}{inside}, not {'an' if kind[0] in 'aeiou' else 'a'} {kind}"

@@ -7,7 +7,6 @@ are the flags' names (with ``-`` or ``_``); relative paths in it are relative to
 
 from __future__ import annotations
 
-import difflib
 import glob
 import os
 import tomllib
@@ -17,8 +16,9 @@ from typing import Any
 
 from pydantic import ValidationError as PydanticError
 
-from punica_batch.config import JobConfig
+from punica_batch.config import FieldError, JobConfig, JobFields, nearest
 from punica_batch.errors import ConfigError, UsageError
+from punica_batch.urls import redact
 
 JOB_FILE = "punica-batch.toml"
 ENVIRONMENT = {"PUNICA_BATCH_MODEL": "model", "PUNICA_BATCH_ADAPTERS": "adapters"}
@@ -53,10 +53,9 @@ def load_config(
             merged[name] = {**merged.get(name, {}), **value} if isinstance(value, dict) else value
     try:
         return JobConfig.model_validate(merged)
-    except PydanticError as error:
-        field, problem = _problem(error)
-        variable = next((v for v, f in ENVIRONMENT.items() if f == field and field not in given), None)
-        raise UsageError(f"{variable or flag_name(field)} {problem}") from None
+    except FieldError as error:
+        variable = next((v for v, f in ENVIRONMENT.items() if f == error.field and f not in given), None)
+        raise UsageError(f"{variable or flag_name(error.field)} {error.problem}") from None
 
 
 def find_job_file(inputs: Sequence[str], config: str | None = None) -> Path | None:
@@ -64,7 +63,7 @@ def find_job_file(inputs: Sequence[str], config: str | None = None) -> Path | No
     if config is not None:
         path = Path(config).expanduser()
         if not path.is_file():
-            raise ConfigError(f"{config}: no such job file; check --config")
+            raise ConfigError(f"{redact(config)}: no such job file; check --config")
         return path
     folders = [_beside(inputs[0])] if inputs else []
     for folder in (*folders, Path()):
@@ -87,16 +86,18 @@ def read_job_file(path: Path) -> dict[str, Any]:
         field = key.replace("-", "_")
         if field in _FLAG_ONLY:
             raise ConfigError(f"{path}: {key!r} is for the command line only: {_FLAG_ONLY[field]}")
+        if field not in JobConfig.model_fields and isinstance(value, dict):
+            raise ConfigError(f"{path}: keys are top-level, there is no table [{key}]")
         if field not in JobConfig.model_fields:
             raise ConfigError(f"{path}: unknown key {key!r}; the nearest valid one is {nearest(field)!r}")
         if field in values:
             raise ConfigError(f"{path}: {key!r} is given twice, with - and with _")
         values[field] = _natural(field, value)
     try:
-        checked = JobConfig.model_validate(values, strict=True)
+        checked = JobFields.model_validate(values, strict=True)
     except PydanticError as error:
-        field, problem = _problem(error)
-        raise ConfigError(f"{path}: {field!r} {problem}") from None
+        wrong = FieldError.of(error)
+        raise ConfigError(f"{path}: {wrong.field!r} {wrong.problem}") from None
     return _resolve({name: getattr(checked, name) for name in values}, path.parent)
 
 
@@ -106,7 +107,8 @@ def parse_pairs(flag: str, pairs: Iterable[str]) -> dict[str, str]:
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not (name and equals and value):
-            raise UsageError(f"{flag} must be NAME=VALUE, once for each")
+            form = "NAME=PATH" if flag == "--lora-modules" else "NAME=VALUE"
+            raise UsageError(f"{flag} must be {form}, once for each")
         if name in parsed:
             raise UsageError(f"{flag} names {name!r} twice")
         parsed[name] = value
@@ -118,11 +120,6 @@ def flag_name(field: str) -> str:
     if field == "inputs":
         return "INPUT"
     return "--storage-option" if field == "storage_options" else "--" + field.replace("_", "-")
-
-
-def nearest(key: str, valid: Iterable[str] = JobConfig.model_fields) -> str:
-    """The valid name that looks most like ``key``."""
-    return difflib.get_close_matches(key, list(valid), n=1, cutoff=0.0)[0]
 
 
 def is_url(path: str) -> bool:
@@ -183,21 +180,3 @@ def _exists(path: str) -> bool:
         return os.path.exists(path)
     except (OSError, ValueError):  # a whole template in place of its path
         return False
-
-
-def _problem(error: PydanticError) -> tuple[str, str]:
-    """(field, "must be …") of the first error. Shows numbers that are out of range, never text: it may be secret."""
-    first = error.errors(include_url=False)[0]
-    location = [str(part) for part in first["loc"]]
-    message = first["msg"].removeprefix("Value error, ").replace("Input should be", "must be").replace("tuple", "list")
-    value: object = first["input"]
-    if first["type"] == "literal_error" and isinstance(value, str):
-        expected = [part.strip("'") for part in first["ctx"]["expected"].replace(" or ", ", ").split(", ")]
-        return location[0], f"{message}; the nearest valid one is {nearest(value, expected)!r}"
-    inside = f" ({'.'.join(location[1:])})" if len(location) > 1 else ""
-    if first["type"] == "value_error":
-        return location[0], message + inside
-    if isinstance(value, int | float) and location[0] != "storage_options":
-        return location[0], f"{message}{inside}, not {value!r}"
-    kind = {"str": "string", "tuple": "list", "dict": "table"}.get(type(value).__name__, type(value).__name__)
-    return location[0], f"{message}{inside}, not {'an' if kind[0] in 'aeiou' else 'a'} {kind}"

@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 
 from punica_batch.types import JsonDict, WorkerStats
 
-Phase = Literal["planning", "checking", "starting", "running", "assembling", "done"]
+Phase = Literal["planning", "checking", "starting", "running", "stopping", "assembling", "done", "stopped"]
 WorkerState = Literal["starting", "running", "restarting", "released", "done"]
 
 
@@ -31,7 +31,12 @@ class Snapshot:
     """The job at a moment.
 
     ``rows_done`` of ``rows_total`` are finished, error rows included; ``rows_before`` of these were finished when this
-    run began. Tokens, ``tokens_per_s`` (generated) and ``elapsed_s`` count this run alone.
+    run began. Tokens, rates and ``elapsed_s`` count this run alone.
+
+    While it runs, the tokens are those that its workers have computed, of rows that have not finished too; at the end
+    they are the finished rows'. ``tokens_per_s``: generated ones a second lately (at the end, over the whole run);
+    ``mean_tokens_per_s``: over the whole run, its start included. ``stop_reason`` and ``grace_s``, the seconds that
+    running rows still have, are set in the phase "stopping".
     """
 
     rows_total: int
@@ -44,10 +49,13 @@ class Snapshot:
     prompt_tokens: int = 0
     generated_tokens: int = 0
     tokens_per_s: float = 0.0
+    mean_tokens_per_s: float = 0.0
     eta_s: float | None = None
     elapsed_s: float = 0.0
     phase: Phase = "planning"
     workers: tuple[WorkerLine, ...] = ()
+    stop_reason: str | None = None
+    grace_s: float | None = None
 
 
 class Progress(Protocol):
@@ -78,7 +86,8 @@ class NoProgress:
 
 @dataclass(frozen=True, slots=True)
 class JobSummary:
-    """How a job ended. Rows, errors and finish reasons are the whole output's; tokens and times are this run's.
+    """How a job ended. Rows, errors and finish reasons are the whole output's; tokens and times are this run's, which
+    finished ``rows_run`` rows.
 
     ``finish_reasons`` counts samples by reason (``stop``, ``length``, ``error``). ``already_complete``: the output was
     finished before and has been left alone.
@@ -94,6 +103,7 @@ class JobSummary:
     generated_tokens: int = 0
     elapsed_s: float = 0.0
     tokens_per_s: float = 0.0
+    rows_run: int = 0
     already_complete: bool = False
     warnings: tuple[str, ...] = ()
 

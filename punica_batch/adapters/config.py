@@ -8,12 +8,15 @@ is refused too, unless its value is null, false or empty.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import regex
+
 from punica_batch.errors import AdapterError
+
+_MATCH_SECONDS = 1.0  # for one pattern and one module name: an honest one takes microseconds
 
 HONOURED = frozenset({
     "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern",
@@ -150,16 +153,38 @@ class LoraConfig:
             return True
         prefixes = [rf"(?:^|.*?\.){p}" for p in self.layers_pattern] or [r".*?\.[^.]*"]
         for prefix in prefixes:
-            match = re.match(rf"{prefix}\.(?P<idx>\d+)\.", name)
+            match = _Pattern(rf"{prefix}\.(?P<idx>\d+)\.").match(name)
             if match:
                 return int(match["idx"]) in self.layers_to_transform
         return False
 
 
+class _Pattern:
+    """A regular expression of an adapter's config. ``re`` would search a hostile one for ever, holding the
+    interpreter; ``regex`` reads the same language and gives up in time.
+
+    Matching raises ``AdapterError`` after ``_MATCH_SECONDS``.
+    """
+
+    def __init__(self, pattern: str) -> None:
+        self._regex = regex.compile(pattern)
+
+    def match(self, name: str, *, whole: bool = False) -> Any:
+        search = self._regex.fullmatch if whole else self._regex.match
+        try:
+            return search(name, timeout=_MATCH_SECONDS)
+        except TimeoutError:
+            shown = self._regex.pattern[:100]
+            raise AdapterError(
+                f"adapter_config.json: the pattern {shown!r} takes too long to match; simplify it"
+            ) from None
+
+
 def _matcher(wanted: frozenset[str] | str) -> Any:
     """PEFT's rule for a name: a string must match it whole as a regular expression; a list holds names or endings."""
     if isinstance(wanted, str):
-        return re.compile(wanted).fullmatch
+        pattern = _Pattern(wanted)
+        return lambda name: pattern.match(name, whole=True)
     endings = tuple(f".{w}" for w in wanted)
     return lambda name: name in wanted or name.endswith(endings)
 
@@ -169,24 +194,24 @@ def _is_inner_linear(name: str) -> bool:
     return name.rpartition(".")[2] not in ("embed_tokens", "lm_head")
 
 
-def _compile(pattern: Mapping[str, Any]) -> list[tuple[str, re.Pattern[str], Any]]:
-    return [(key, re.compile(rf"(.*\.)?({key})$"), value) for key, value in pattern.items()]
+def _compile(pattern: Mapping[str, Any]) -> list[tuple[str, _Pattern, Any]]:
+    return [(key, _Pattern(rf"(.*\.)?({key})$"), value) for key, value in pattern.items()]
 
 
-def _first(patterns: list[tuple[str, re.Pattern[str], Any]], name: str, default: Any) -> Any:
-    for _, regex, value in patterns:
-        if regex.match(name):
+def _first(patterns: list[tuple[str, _Pattern, Any]], name: str, default: Any) -> Any:
+    for _, pattern, value in patterns:
+        if pattern.match(name):
             return value
     return default
 
 
-def _pattern_warnings(title: str, patterns: list[tuple[str, re.Pattern[str], Any]], adapted: list[str]) -> list[str]:
+def _pattern_warnings(title: str, patterns: list[tuple[str, _Pattern, Any]], adapted: list[str]) -> list[str]:
     if not patterns:
         return []
-    idle = [key for key, regex, _ in patterns if not any(map(regex.match, adapted))]
+    idle = [key for key, pattern, _ in patterns if not any(map(pattern.match, adapted))]
     found = [f"{title} keys that match no adapted module: {_shorten(idle)}"] if idle else []
     for name in adapted:
-        hits = [(key, value) for key, regex, value in patterns if regex.match(name)]
+        hits = [(key, value) for key, pattern, value in patterns if pattern.match(name)]
         if len({value for _, value in hits}) > 1:
             keys = _shorten([key for key, _ in hits])
             found.append(f"{title} keys {keys} all match {name} with different values; the first one is used")
@@ -249,8 +274,8 @@ def _bool(where: str, value: Any) -> bool:
 
 def _regex(where: str, value: str) -> str:
     try:
-        re.compile(value)
-    except (re.error, RecursionError, OverflowError) as exc:
+        regex.compile(value)
+    except (regex.error, RecursionError, OverflowError) as exc:
         raise AdapterError(f"{where} {_show(value)} is not a regular expression: {exc}") from exc
     return value
 

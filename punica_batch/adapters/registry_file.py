@@ -8,9 +8,10 @@ import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from punica_batch.adapters.store import Folder, is_remote, join, redact
+from punica_batch.adapters.store import Folder, is_remote, join
 from punica_batch.errors import AdapterError, ConfigError
 from punica_batch.types import AdapterSpec
+from punica_batch.urls import redact
 
 _MAX_BYTES = 256 << 20
 

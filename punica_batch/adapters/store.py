@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import stat
 import time
 from collections.abc import Callable, Mapping
@@ -20,6 +19,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from punica_batch.errors import AdapterError, PunicaError, StoreAway
+from punica_batch.urls import redact
 
 RETRY_PAUSES = (0.5, 1.0, 2.0, 4.0)  # seconds
 CHUNK_BYTES = 4 << 20
@@ -148,14 +148,6 @@ def join(folder: str, name: str) -> str:
     return f"{folder.rstrip('/')}/{name}"
 
 
-def redact(url: str) -> str:
-    """The URL without user, password, query and fragment; line breaks and control characters escaped."""
-    if "://" in url:
-        url = re.sub(r"://[^/@]*@", "://", url)
-        url = re.split(r"[?#]", url, maxsplit=1)[0]
-    return url if url.isprintable() else url.encode("unicode_escape").decode("ascii")
-
-
 def is_lasting(exc: Exception) -> bool:
     """Whether trying again cannot help."""
     if isinstance(exc, FileNotFoundError | PermissionError | NotADirectoryError | IsADirectoryError):
@@ -196,9 +188,16 @@ def _local_stamp(path: str) -> FileStamp | None:
     return FileStamp(status.st_size, str(status.st_mtime_ns), status.st_ino, status.st_mtime)
 
 
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a symlink that leads to itself is no folder, and no other entry's fault
+        return False
+
+
 def _entries(fs: Any, path: str) -> list[tuple[str, bool, bool]]:
     path = path.rstrip("/") or "/"
     if isinstance(fs, LocalFileSystem):
         with os.scandir(path) as found:
-            return [(entry.path, entry.is_dir(), entry.is_symlink()) for entry in found]
+            return [(entry.path, _is_folder(entry), entry.is_symlink()) for entry in found]
     return [(str(info["name"]), info.get("type") == "directory", False) for info in fs.ls(path, detail=True)]

@@ -21,9 +21,10 @@ _FIELDS = ("adapters", "lora_modules", "model", "revision", "max_lora_rank", "st
 @app.command("ls")
 @takes_job_flags(_FIELDS)
 def ls(names: Names = None, json: Json = False, verbose: Verbose = False, **job: Any) -> int:
-    """List the adapters: ranks, targets, size, digest, and what is wrong with them."""
-    _show(_report(_config(job), names, contents=False), as_json=json)
-    return 0
+    """List the adapters: ranks, targets, size, digest, and what is wrong with them. Exit 4 for a NAME that is none."""
+    reports = _report(_config(job), names, contents=False)
+    _show(reports, as_json=json)
+    return 4 if any(report.is_unknown for report in reports) else 0
 
 
 @app.command("check")

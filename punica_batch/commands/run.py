@@ -27,7 +27,7 @@ def run(
     from punica_batch.ui.console import emit, emit_json, render
     from punica_batch.ui.progress import make_progress
     from punica_batch.ui.summary import summary_view
-    from punica_batch.ui.table import output_table
+    from punica_batch.ui.table import OutputTable
 
     progress = make_progress(quiet=quiet)
     try:
@@ -38,6 +38,6 @@ def run(
         emit_json(summary.as_dict())
         return summary.exit_code
     if show:
-        emit(render(output_table(summary.output, config, show)) + "\n")
+        emit(render(OutputTable(summary.output, config, show)) + "\n")
     emit(render(summary_view(summary)))
     return summary.exit_code

@@ -11,7 +11,7 @@ from punica_batch.commands.options import Inputs, Json, Quiet, Verbose, load_job
 def validate(
     inputs: Inputs = None, json: Json = False, quiet: Quiet = False, verbose: Verbose = False, **job: Any
 ) -> int:
-    """Check every row, adapter and template on the CPU and list what would fail. Exit 0: nothing; 4: something."""
+    """Check every row, adapter and template on the CPU. Exit 0: nothing would fail; 3: some rows; 4: run would stop."""
     config = load_job(inputs, job)
 
     from punica_batch.planning.validation import validate_rows
@@ -28,4 +28,4 @@ def validate(
         emit_json(report.as_dict())
     else:
         emit(render(validation_view(report)))
-    return 4 if report.rows_failing or report.problems else 0
+    return report.exit_code

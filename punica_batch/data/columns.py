@@ -61,6 +61,8 @@ def find_work_columns(
             )
         has_prompt, has_messages = "prompt_column" in chosen, "messages_column" in chosen
     is_messages = has_messages and not has_prompt and not config.prompt_template
+    if is_messages:
+        templated = []  # messages do not pass through prompt templates
     if not (has_prompt or has_messages or templated):
         raise InputError(
             f"{where} has no column {config.prompt_column!r} or {config.messages_column!r}, only "

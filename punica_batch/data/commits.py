@@ -18,7 +18,7 @@ from punica_batch.data.crashpoints import crashpoint
 from punica_batch.data.disk import disk_error, disk_errors, fsync_folder, make_folder, write_all
 from punica_batch.data.layout import Layout
 from punica_batch.data.store import LocalStore, Store
-from punica_batch.errors import JobError
+from punica_batch.errors import BindingError
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def _in_order(infos: list[PartInfo]) -> list[PartInfo]:
     parts: dict[int, PartInfo] = {}
     for info in infos:
         if parts and info.index not in parts and info.index != next(reversed(parts)) + 1:
-            raise JobError(
+            raise BindingError(
                 f"the commits skip from {next(reversed(parts))} to {info.index}: start over with --overwrite"
             )
         parts[info.index] = info
@@ -160,7 +160,7 @@ class ObjectCommits:
         values = [parse_line(line or b"") for line in lines]
         bad = next((name for name, value in zip(names, values, strict=True) if not isinstance(value, dict)), None)
         if bad is not None:
-            raise JobError(f"{self._store.shown(self._folder)}/{bad} is damaged: start over with --overwrite")
+            raise BindingError(f"{self._store.shown(self._folder)}/{bad} is damaged: start over with --overwrite")
         return _in_order(
             sorted((PartInfo(**value) for value in values if isinstance(value, dict)), key=lambda i: i.index)
         )

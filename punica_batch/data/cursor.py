@@ -2,7 +2,8 @@
 
 Row groups before the first row wanted are never opened. Within a row group pyarrow can only read from its start, so a
 cursor stays where it stopped: reading on from there, as the parts do one after the other, decodes each row once
-whatever the size of the row groups. Page checksums are verified.
+whatever the size of the row groups. Page checksums are verified. A file that has changed since the job began gives no
+more rows.
 """
 
 from __future__ import annotations
@@ -103,6 +104,7 @@ class Cursor:
             if self.position >= self._group_stop:
                 self._open_group()
             self._left = self._next_batch()
+            self._check_file()
         batch = self._left.slice(0, limit)
         self._left = self._left.slice(limit) if limit < self._left.num_rows else None
         self.position += batch.num_rows
@@ -114,6 +116,7 @@ class Cursor:
         one = self._inputs[number]
         local = self.position - one.first_row
         group = int(np.searchsorted(one.group_starts, local, side="right")) - 1
+        one.file.check_unchanged()
         if self._open is None or self._open[0] != number:
             self._open = number, open_parquet(one.file)
         self._group_stop = one.first_row + int(one.group_starts[group + 1])
@@ -124,6 +127,13 @@ class Cursor:
             if batch.num_rows > skip:
                 self._left = batch.slice(skip)
             skip -= min(skip, batch.num_rows)
+
+    def _check_file(self) -> None:
+        """After decoding, so that what is handed out is of the old content. A store is asked once a row group only."""
+        assert self._open is not None
+        file = self._inputs[self._open[0]].file
+        if is_local(file.store):
+            file.check_unchanged()
 
     def _next_batch(self) -> pa.RecordBatch:
         if self._left is not None:
@@ -145,6 +155,7 @@ class Cursor:
                     rows = min(READ_ROWS, parquet.metadata.row_group(group).num_rows - start)
                     yield self._shape(pa.RecordBatch.from_struct_array(pa.nulls(rows, pa.struct([]))), one)
         except (pa.ArrowException, OSError) as error:
+            one.file.check_unchanged()
             raise _decode_error(one.file, group, error) from error
 
     def _shape(self, batch: pa.RecordBatch, one: ParquetInput) -> pa.RecordBatch:

@@ -2,7 +2,8 @@
 
 An input is a file, a folder (read recursively), a glob or an fsspec URL of one of these. Inputs keep the order they are
 given in; files inside a folder or glob are sorted by path. Hidden names, names that begin with ``_``, state folders
-(``*.punica``) and the job's own output are left out. ``key=value`` folders right above a file become columns.
+(``*.punica``), the job's own output and, in folders, the outputs of other jobs are left out. ``key=value`` folders
+right above a file become columns.
 
 A file's identity is its path, size, time or etag, and a digest of its Parquet footer (of JSON lines: of the first and
 last 64 KiB): nothing is read whole just to be named.
@@ -13,7 +14,8 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 from urllib.parse import unquote
 
@@ -26,9 +28,8 @@ from punica_batch.data.paths import (
     is_local,
     open_store,
     shown,
-    shown_url,
 )
-from punica_batch.errors import InputError, StoreAway, UsageError
+from punica_batch.errors import InputError, JobError, StoreAway, UsageError
 
 _ENDS_BYTES = 64 << 10
 HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
@@ -47,13 +48,15 @@ class FileIdentity:
 
 @dataclass(frozen=True)
 class InputFile:
-    """One file before it is opened. ``partition``: hive columns, values as text (None: null)."""
+    """One file as it was found. ``partition``: hive columns, values as text (None: null). ``state``: what
+    ``check_unchanged`` compares; of a store's file unknown until it is ``pinned``."""
 
     store: Any
     path: str
     size: int
     mtime: str | None
     partition: tuple[tuple[str, str | None], ...]
+    state: tuple[Any, ...] | None = None
 
     @property
     def name(self) -> str:
@@ -71,6 +74,33 @@ class InputFile:
             raise InputError(f"{self.name} is gone: was it moved while the job was starting?") from error
         except OSError as error:
             raise read_error(self, error) from error
+
+    def pinned(self) -> InputFile:
+        """This file with its ``state`` known. A store's listing and its answer for one file may differ in form, so the
+        latter is kept. Raises ``InputError`` or ``StoreAway``."""
+        if self.state is not None:
+            return self
+        try:
+            return replace(self, state=_state(self.store, self.path))
+        except FileNotFoundError as error:
+            raise InputError(f"{self.name} is gone: was it moved while the job was starting?") from error
+        except OSError as error:
+            raise read_error(self, error) from error
+
+    def check_unchanged(self) -> None:
+        """Raises ``JobError`` when another content has come in the file's place since it was found: what was read then
+        would stand beside what is read now. ``StoreAway`` when the store does not answer."""
+        try:
+            now = _state(self.store, self.path)
+        except FileNotFoundError:
+            now = None
+        except OSError as error:
+            raise read_error(self, error) from error
+        if now is None or now != self.state:
+            raise JobError(
+                f"input {self.name} changed while the job ran: bring the old file back and run the same command again, "
+                "or start over with --overwrite"
+            )
 
     def identity(self, footer: bytes, rows: int) -> FileIdentity:
         return FileIdentity(self.name, self.size, self.mtime, hashlib.sha256(footer).hexdigest(), rows)
@@ -97,7 +127,7 @@ def find_files(config: JobConfig) -> list[InputFile]:
     output = None
     if own is not None:
         store, path = open_store(own, config.storage_options)
-        output = (type(store), path.rstrip("/"))
+        output = (type(store), _real(store, path))
     files = [file for name in config.inputs for file in _find(name, config.storage_options, output)]
     kinds = {file.is_jsonl for file in files}
     if len(kinds) > 1:
@@ -117,17 +147,19 @@ def _find(name: str, options: dict[str, str], output: tuple[type, str] | None) -
             infos = _glob(store, path)
             root = path[: min(path.find(mark) for mark in "*?[" if mark in path)].rpartition("/")[0]
     except FileNotFoundError as error:
-        raise InputError(f"no such file or folder: {shown_url(name)}") from error
+        raise InputError(f"no such file or folder: {shown(store, path)}") from error
     except OSError as error:
-        raise StoreAway(f"cannot list {shown_url(name)}: {error.strerror or type(error).__name__}") from error
-    if not is_folder and output == (type(store), path.rstrip("/")):
-        raise UsageError(f"the output {shown_url(name)} is the input: give another name with -o")
+        raise StoreAway(f"cannot list {shown(store, path)}: {error.strerror or type(error).__name__}") from error
+    if not is_folder and output == (type(store), _real(store, path)):
+        raise UsageError(f"the output {shown(store, path)} is the input: give another name with -o")
     found = {str(info["name"]): info for info in infos if info["type"] == "file"}
     names = sorted(found)
     if is_folder:
-        names = [one for one in names if _is_data(one, root) and not _is_output(store, one, output)]
+        earlier = _outputs(names, root)
+        names = [one for one in names if _is_data(one, root) and not _is_below(one, earlier)]
+        names = [one for one in names if output is None or not _is_own(store, one, output)]
     if not names:
-        raise InputError(f"no Parquet or JSON lines files in {shown_url(name)}")
+        raise InputError(f"no Parquet or JSON lines files in {shown(store, path)}")
     return [_input_file(store, found[one], one) for one in names]
 
 
@@ -146,20 +178,54 @@ def _is_data(path: str, root: str) -> bool:
     return not hidden and path.endswith(PARQUET_SUFFIXES + JSONL_SUFFIXES)
 
 
-def _is_output(store: Any, path: str, output: tuple[type, str] | None) -> bool:
-    if output is None:
-        return False
+def _outputs(names: Iterable[str], root: str) -> set[str]:
+    """The files and folders below ``root`` that state lies in or beside: the outputs of other jobs."""
+    found = set()
+    for name in names:
+        folders = name.removeprefix(root).strip("/").split("/")[:-1]
+        for depth, folder in enumerate(folders):
+            above = "/".join([root, *folders[:depth]])
+            if folder == "_punica" and depth:
+                found.add(above)
+            elif folder.endswith(".punica"):
+                found.add(f"{above}/{folder.removesuffix('.punica')}")
+    return found
+
+
+def _is_below(path: str, tops: set[str]) -> bool:
+    """Whether ``path`` is one of ``tops`` or lies in one."""
+    return any(top in tops for top in accumulate(path.split("/"), "{}/{}".format)) if tops else False
+
+
+def _is_own(store: Any, path: str, output: tuple[type, str]) -> bool:
     kind, own = output
-    return isinstance(store, kind) and (path == own or path.startswith(own + "/"))
+    real = _real(store, path)
+    return isinstance(store, kind) and (real == own or real.startswith(own + "/"))
+
+
+def _real(store: Any, path: str) -> str:
+    """One name for all links to it."""
+    return os.path.realpath(path) if is_local(store) else path.rstrip("/")
 
 
 def _input_file(store: Any, info: dict[str, Any], path: str) -> InputFile:
-    return InputFile(store, path, int(info["size"] or 0), _version(store, info), _partition(path))
-
-
-def _version(store: Any, info: dict[str, Any]) -> str | None:
     if is_local(store):
-        return str(os.stat(info["name"]).st_mtime_ns)
+        state = _state(store, path)
+        return InputFile(store, path, state[0], str(state[1]), _partition(path), state)
+    return InputFile(store, path, int(info["size"] or 0), _version(info), _partition(path))
+
+
+def _state(store: Any, path: str) -> tuple[Any, ...]:
+    """What tells one content of ``path`` from the next: size, time and inode, or a store's size and version."""
+    if is_local(store):
+        status = os.stat(path)
+        return status.st_size, status.st_mtime_ns, status.st_ino
+    store.invalidate_cache(store._parent(path))
+    info = store.info(path)
+    return info["size"], _version(info)
+
+
+def _version(info: dict[str, Any]) -> str | None:
     for key in ("ETag", "etag", "md5Hash", "content_md5", "LastModified", "last_modified", "mtime", "created"):
         if info.get(key) is not None:
             return str(info[key])

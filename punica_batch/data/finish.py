@@ -27,7 +27,7 @@ from punica_batch.data.layout import Layout
 from punica_batch.data.plan import FORMAT, Plan
 from punica_batch.data.staged import StagedFile, parquet_writer, staged
 from punica_batch.data.store import Store
-from punica_batch.errors import JobError
+from punica_batch.errors import BindingError, JobError
 
 COMPLETE = "_COMPLETE"
 _PART = re.compile(r"part-\d{5,}\.parquet")
@@ -74,13 +74,14 @@ def all_commits(layout: Layout, plan: Plan, *, repair: bool = False) -> list[Par
 
 
 def read_success(layout: Layout) -> Success | None:
+    """None: not finished. Raises ``BindingError`` when it is damaged."""
     data = layout.store.read(layout.success)
     if data is None:
         return None
     try:
         return Success(**json.loads(data))
     except (ValueError, TypeError) as error:
-        raise JobError(f"{layout.store.shown(layout.success)} is damaged: start over with --overwrite") from error
+        raise BindingError(f"{layout.store.shown(layout.success)} is damaged: start over with --overwrite") from error
 
 
 def write_success(layout: Layout, infos: list[PartInfo]) -> Success:

@@ -48,6 +48,8 @@ class Layout:
     @classmethod
     def of_output(cls, output: str, config: JobConfig) -> Layout:
         filesystem, path = open_store(output, config.storage_options)
+        if is_local(filesystem) and not path.strip("/"):
+            raise UsageError(f"the output {path} is the whole file system: name a file or a folder")
         jsonl = path.endswith(JSONL_SUFFIXES)
         single = not output.endswith("/") and path.endswith(PARQUET_SUFFIXES + JSONL_SUFFIXES)
         folder, _, name = path.rstrip("/").rpartition("/")

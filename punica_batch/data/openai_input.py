@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from typing import Any
+from itertools import islice
 
 import pyarrow as pa
 
@@ -18,6 +18,7 @@ from punica_batch.config import JobConfig
 from punica_batch.data.columns import ERROR_COLUMN, OPTIONS, WorkColumns, work_schema
 from punica_batch.data.files import FileIdentity, InputFile, ends_digest, read_error
 from punica_batch.data.openai_request import parse_line
+from punica_batch.data.paths import is_local
 from punica_batch.errors import InputError
 
 MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
@@ -40,12 +41,12 @@ class OpenAIInput:
 
     def __init__(self, files: Sequence[InputFile], config: JobConfig) -> None:
         self._config = config
-        self._files = files
+        self._files = [file.pinned() for file in files]
         self._first_rows: list[int] = []
         self._offsets: list[list[int]] = []  # of rows 0, 1024, 2048… of each file
         self.num_rows = 0
         identities: list[FileIdentity] = []
-        for file in files:
+        for file in self._files:
             offsets, rows = _index(file)
             self._first_rows.append(self.num_rows)
             self._offsets.append(offsets)
@@ -57,6 +58,16 @@ class OpenAIInput:
         self.all_columns = pa.schema([*answer, *self.work.schema])
         self.schema = pa.schema([pa.field("custom_id", pa.string()), pa.field("line", pa.large_string())])
 
+    def check_unchanged(self, start: int, stop: int) -> None:
+        """Raise ``JobError`` when a file that holds some of rows ``start`` to ``stop - 1`` has changed."""
+        for file in self._files_of(start, stop):
+            file.check_unchanged()
+
+    def _files_of(self, start: int, stop: int) -> Iterator[InputFile]:
+        for file, first, identity in zip(self._files, self._first_rows, self.identities, strict=True):
+            if first < stop and start < first + identity.rows:
+                yield file
+
     def check(self, columns: Sequence[str]) -> None:
         """Nothing can differ between the files."""
 
@@ -64,13 +75,12 @@ class OpenAIInput:
         """Batches of rows ``start`` to ``stop - 1`` with ``columns`` of ``schema``, ``all_columns`` or both."""
         types = {field.name: field.type for field in (*self.all_columns, *self.schema)}
         schema = pa.schema([pa.field(name, types[name]) for name in columns])
-        rows: list[dict[str, Any]] = []
-        for line in self._lines(start, stop):
-            rows.append(parse_line(line, self._config))
-            if len(rows) == _READ_ROWS:
-                yield pa.RecordBatch.from_pylist(rows, schema=schema)
-                rows = []
-        if rows:
+        lines = self._lines(start, stop)
+        while rows := [parse_line(line, self._config) for line in islice(lines, _READ_ROWS)]:
+            for file in self._files_of(start, start + len(rows)):
+                if is_local(file.store):  # after reading, so that what is handed out is of the old content
+                    file.check_unchanged()
+            start += len(rows)
             yield pa.RecordBatch.from_pylist(rows, schema=schema)
 
     def _lines(self, start: int, stop: int) -> Iterator[bytes]:
@@ -79,6 +89,7 @@ class OpenAIInput:
             number = bisect_right(self._first_rows, row) - 1
             file, local = self._files[number], row - self._first_rows[number]
             skip = local % _INDEX_ROWS
+            file.check_unchanged()
             try:
                 with file.open() as stream:
                     stream.seek(self._offsets[number][local // _INDEX_ROWS])
@@ -95,6 +106,7 @@ class OpenAIInput:
             except OSError as error:
                 raise read_error(file, error) from error
             if row < self._first_rows[number] + self.identities[number].rows:
+                file.check_unchanged()
                 raise InputError(f"{file.name} has become shorter since the job began")
 
 

@@ -23,6 +23,7 @@ _CURSORS_KEPT = 4
 
 @dataclass(frozen=True)
 class _Footer:
+    file: InputFile
     schema: pa.Schema
     group_rows: np.ndarray[Any, np.dtype[np.int64]]
     identity: FileIdentity
@@ -37,6 +38,7 @@ class ParquetTable:
     def __init__(self, files: Sequence[InputFile]) -> None:
         with ThreadPoolExecutor(min(_THREADS, len(files))) as pool:
             footers = list(pool.map(_read_footer, files))
+        files = [footer.file for footer in footers]
         self._files = tuple(files)
         self._footers = footers
         self.identities = tuple(footer.identity for footer in footers)
@@ -95,6 +97,12 @@ class ParquetTable:
             self._idle.append((key, cursor))
             del self._idle[:-_CURSORS_KEPT]
 
+    def check_unchanged(self, start: int, stop: int) -> None:
+        """Raise ``JobError`` when a file that holds some of rows ``start`` to ``stop - 1`` has changed."""
+        for one in self._inputs:
+            if one.first_row < stop and start < one.first_row + one.num_rows:
+                one.file.check_unchanged()
+
     def group_start(self, row: int) -> int:
         """The first row of the row group that holds ``row``: to read ``row``, all from there on must be decoded."""
         one = self._inputs[bisect_right([one.first_row for one in self._inputs], row) - 1]
@@ -111,6 +119,7 @@ class ParquetTable:
 
 
 def _read_footer(file: InputFile) -> _Footer:
+    file = file.pinned()
     parquet = open_parquet(file)
     try:
         metadata, schema = parquet.metadata, parquet.schema_arrow
@@ -119,7 +128,7 @@ def _read_footer(file: InputFile) -> _Footer:
         if len(set(names)) != len(names):
             twice = next(name for name in names if names.count(name) > 1)
             raise InputError(f"{file.name} has two columns named {twice!r}: rename one")
-        return _Footer(schema, rows, file.identity(_footer_bytes(file), int(rows.sum())))
+        return _Footer(file, schema, rows, file.identity(_footer_bytes(file), int(rows.sum())))
     finally:
         parquet.close(force=True)
 

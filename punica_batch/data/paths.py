@@ -21,14 +21,30 @@ _MAGIC = frozenset("*?[")
 
 
 def open_store(url: str, storage_options: dict[str, str]) -> tuple[Any, str]:
-    """(fsspec file system, path in it); a local path is made absolute. Raises ``UsageError`` for a bad URL."""
+    """(fsspec file system, path in it); a local path as ``absolute`` makes it. Raises ``UsageError`` for a bad URL."""
     protocol = fsspec.utils.get_protocol(url)
     options = {} if protocol in ("file", "local") else storage_options
     try:
         store, path = fsspec.core.url_to_fs(os.path.expanduser(url), **options)
     except (ValueError, ImportError, TypeError) as error:
         raise UsageError(f"cannot open {shown_url(url)}: {_one_line(error)}") from error
-    return store, path
+    return store, absolute(path) if is_local(store) else path
+
+
+def absolute(path: str) -> str:
+    """A local path from the root on, without ``..``: that goes as the kernel does, behind a symlink not to the folder
+    before it. Without a ``/`` at its end."""
+    segments = os.path.join(os.getcwd(), os.path.expanduser(path)).split("/")
+    if ".." not in segments:
+        return os.path.normpath("/".join(segments))
+    stop = len(segments) - segments[::-1].index("..")
+    return os.path.normpath("/".join([os.path.realpath("/".join(segments[:stop])), *segments[stop:]]))
+
+
+def whole(name: str) -> str:
+    """``name``, a URL or local path, as it can be used from any folder and be shown; a ``/`` at its end is kept."""
+    slash = "/" if name.endswith("/") else ""
+    return shown_url(name) if "://" in name else absolute(name) + slash
 
 
 def is_local(store: Any) -> bool:
@@ -60,10 +76,20 @@ def has_magic(path: str) -> bool:
 
 
 def output_path(config: JobConfig) -> str:
-    """``-o``, or ``default_output``. Raises ``UsageError`` when there is neither."""
-    path = config.output or default_output(config)
+    """``-o``, or ``default_output``. Raises ``UsageError`` when there is neither, and for a name that looks like a file
+    of another format: it would become a folder."""
+    path = default_output(config) if config.output is None else config.output
     if path is None:
         raise UsageError("several inputs or a glob give no name for the output: say it with -o")
+    if "::" in path:
+        raise UsageError(f"-o {shown_url(path)}: an output cannot be a chain of stores (::): give one URL or path")
+    suffix = PurePosixPath(path).suffix
+    is_known = path.endswith("/") or suffix in ("", *PARQUET_SUFFIXES, *JSONL_SUFFIXES)
+    if not is_known and not os.path.isdir(os.path.expanduser(path)):
+        raise UsageError(
+            f"-o {shown_url(path)}: {suffix} files cannot be written: name it .parquet, .jsonl (for OpenAI Batch "
+            f"input), or {shown_url(path)}/ for a folder of Parquet files"
+        )
     return path
 
 

@@ -12,15 +12,18 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from punica_batch.config import JobConfig
+from punica_batch.config import BINDING_FIELDS, JobConfig
+from punica_batch.config_sources import flag_name
 from punica_batch.data.files import FileIdentity
-from punica_batch.data.paths import shown_url
+from punica_batch.data.paths import whole
 from punica_batch.data.source import Source
-from punica_batch.errors import BindingError, JobError
+from punica_batch.errors import BindingError
 from punica_batch.types import JsonDict
 
 FORMAT = 1
 _SHOWN_CHARACTERS = 60
+# What is bound by content, whichever flag it comes from.
+_NAMES = {"model_sha256": "the model", "tokenizer_sha256": "the tokenizer", "chat_template": "the chat template"}
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class Plan:
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> Plan:
-        """Raises ``BindingError`` for another format, ``JobError`` for what is no plan."""
+        """Raises ``BindingError`` for another format and for what is no plan."""
         try:
             values = json.loads(data)
             if values["format"] != FORMAT:
@@ -69,7 +72,7 @@ class Plan:
                 )
             return cls(**values)
         except (ValueError, KeyError, TypeError) as error:
-            raise JobError(f"{where} is damaged: start over with --overwrite") from error
+            raise BindingError(f"{where} is damaged: start over with --overwrite") from error
 
     def shard_parts(self, index: int) -> range:
         """The parts of shard ``index`` (from 0)."""
@@ -98,35 +101,36 @@ def _command(config: JobConfig) -> JsonDict:
     """``named``: which columns the user chose by name, since a default may be ambiguous where a choice is not."""
     columns = {"prompt_column", "messages_column", "lora_column"}
     return {
-        "inputs": [_whole(name) for name in config.inputs],
+        "inputs": [whole(name) for name in config.inputs],
         "model": _folder_or_name(config.model),
         "revision": config.revision,
         "tokenizer": _folder_or_name(config.tokenizer),
-        "adapters": None if config.adapters is None else _whole(config.adapters),
-        "lora_modules": {name: _whole(path) for name, path in config.lora_modules.items()},
+        "adapters": None if config.adapters is None else whole(config.adapters),
+        "lora_modules": {name: whole(path) for name, path in config.lora_modules.items()},
         "named": sorted(columns & config.model_fields_set),
     }
 
 
 def _folder_or_name(name: str | None) -> str | None:
     """A hub's name stays as it is."""
-    return _whole(name) if name is not None and os.path.isdir(os.path.expanduser(name)) else name
-
-
-def _whole(name: str) -> str:
-    slash = "/" if name.endswith("/") else ""
-    return shown_url(name) if "://" in name else os.path.abspath(os.path.expanduser(name)) + slash
+    return whole(name) if name is not None and os.path.isdir(os.path.expanduser(name)) else name
 
 
 def _change(key: str, old: Any, new: Any) -> str:
     shown = [json.dumps(value, ensure_ascii=False) for value in (old, new)]
+    name = _NAMES.get(key) or (flag_name(key) if key in BINDING_FIELDS else key)
     if max(map(len, shown)) > _SHOWN_CHARACTERS or "template" in key:
-        return f"{key} has changed"
-    return f"{key} was {shown[0]}, is {shown[1]}"
+        return f"{name} has changed"
+    return f"{name} was {shown[0]}, is {shown[1]}"
+
+
+def _same(path: str) -> str:
+    """What two names of one file have in common: a folder may be reached through a symlink."""
+    return path if "://" in path else os.path.realpath(path)
 
 
 def _file_changes(old: list[JsonDict], new: list[JsonDict]) -> list[str]:
-    before, after = ({file["path"]: FileIdentity(**file) for file in files} for files in (old, new))
+    before, after = ({_same(file["path"]): FileIdentity(**file) for file in files} for files in (old, new))
     for path in before.keys() - after.keys():
         return [f"input {path} is no longer there"]
     for path in after.keys() - before.keys():
@@ -136,4 +140,5 @@ def _file_changes(old: list[JsonDict], new: list[JsonDict]) -> list[str]:
         names = [name for name in ("size", "mtime", "footer", "rows") if getattr(identity, name) != getattr(now, name)]
         if names:
             return [f"input {path} has changed ({', '.join(names)})"]
-    return [] if [file["path"] for file in old] == [file["path"] for file in new] else ["the order of the inputs"]
+    orders = [[_same(file["path"]) for file in files] for files in (old, new)]
+    return [] if orders[0] == orders[1] else ["the order of the inputs"]

@@ -109,6 +109,7 @@ class Retry:
                     for part in _by_part(batches, infos):
                         for table in row_groups(part, schema):
                             writer.write_table(table, row_group_size=table.num_rows)
+        self._state.source.check_unchanged(infos[0].first_row, infos[-1].first_row + infos[-1].rows)
         store.publish(sink.path, name)
         for info in infos:
             new = _counted(info, tallies[info.index])

@@ -16,7 +16,7 @@ from typing import Literal
 import pyarrow as pa
 
 from punica_batch.config import JobConfig
-from punica_batch.data.columns import ERROR_COLUMN, WorkColumns, find_work_columns, to_work
+from punica_batch.data.columns import ERROR_COLUMN, OPTIONS, WorkColumns, find_work_columns, to_work
 from punica_batch.data.files import FileIdentity, find_files
 from punica_batch.data.openai_input import OpenAIInput
 from punica_batch.data.parquet_input import ParquetTable
@@ -71,6 +71,11 @@ class Source:
         return self._work.names
 
     @property
+    def option_columns(self) -> tuple[str, ...]:
+        """The columns that are taken for options of their rows (of OpenAI rows those are in the body: none here)."""
+        return () if self.kind == "openai" else tuple(name for name in OPTIONS if name in self._work.names)
+
+    @property
     def work_schema(self) -> pa.Schema:
         """The schema of ``work_batches``: the work columns in their common types, then ``__error__``."""
         return self._work.schema
@@ -90,6 +95,10 @@ class Source:
         """
         names = self.schema.names if columns is None else list(columns)
         return _combined(self._table.read(start, min(stop, self.num_rows), names), batch_rows)
+
+    def check_unchanged(self, start: int, stop: int) -> None:
+        """Raises ``JobError`` when a file that holds some of rows ``start`` to ``stop - 1`` has changed."""
+        self._table.check_unchanged(start, stop)
 
     def seek_start(self, row: int) -> int:
         """Where reading has to begin for ``row`` to be reached: its row group's first row (of JSON lines: itself)."""

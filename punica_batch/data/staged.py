@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 from collections.abc import Iterator
@@ -26,10 +25,11 @@ class StagedFile:
         self._digest = hashlib.sha256()
         self._middle = middle
         self._failed: OSError | None = None
+        self._abandoned = False
         self._file = open(path, "wb")  # noqa: SIM115 - closed by staged()
 
     def write(self, data: bytes | memoryview) -> int:
-        if self._failed is None:
+        if self._failed is None and not self._abandoned:
             try:
                 self._file.write(data)
             except OSError as error:
@@ -68,8 +68,12 @@ class StagedFile:
         crashpoint("part.fsync.after")
         self._file.close()
 
+    def give_up(self) -> None:
+        """What is written from now on is lost: something else than this file has failed."""
+        self._abandoned = True
+
     def abandon(self) -> None:
-        self._failed = self._failed or OSError(errno.ECANCELED, "abandoned")
+        self.give_up()
         with suppress(OSError):
             self._file.close()
         self.path.unlink(missing_ok=True)
@@ -105,7 +109,7 @@ def parquet_writer(sink: StagedFile, schema: pa.Schema) -> Iterator[pq.ParquetWr
     try:
         yield writer
     except BaseException:
-        sink._failed = sink._failed or OSError(errno.ECANCELED, "abandoned")
+        sink.give_up()
         with suppress(Exception):
             writer.close()
         raise

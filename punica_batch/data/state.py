@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from types import TracebackType
 
@@ -42,8 +43,10 @@ from punica_batch.data.plan import Plan
 from punica_batch.data.rowset import RowSet
 from punica_batch.data.schema import carried_schema, output_schema, result_schema
 from punica_batch.data.source import Source
-from punica_batch.errors import JobError, UsageError
+from punica_batch.errors import BindingError, JobError, UsageError
 from punica_batch.types import JsonDict
+
+_THREADS = 16
 
 
 def finished_binding(config: JobConfig) -> JsonDict | None:
@@ -110,18 +113,30 @@ class JobState:
             raise
 
     def _check_parts(self) -> None:
-        """What the commits name must be there: it is what the rows not run again are in."""
-        store, layout = self.layout.store, self.layout
+        """What the commits name must be there as it was: it is what the rows not run again are in. Of a finished single
+        file no size is known, of a remote finished folder none is asked for."""
+        store = self.layout.store
+        folder, infos, names = self.layout.parts, self.parts, [info.name for info in self.parts]
         if self.success is not None:
-            present = set(store.names(""))
-            gone = [name for name in self.success.files if name not in present]
-        else:
-            present = set(store.names(layout.parts.rstrip("/")))
-            gone = [info.name for info in self.parts if info.name not in present]
-        if gone:
-            raise JobError(
-                f"{store.shown(layout.parts + gone[0])} is gone, though finished: start over with --overwrite"
+            has_sizes = self.base.target is None and store.is_local
+            folder, infos, names = "", all_commits(self.base, self.plan) if has_sizes else [], self.success.files
+        present = set(store.names(folder.rstrip("/")))
+        gone = next((name for name in names if name not in present), None)
+        if gone is not None:
+            raise BindingError(
+                f"{store.shown(folder + gone)} is gone, though finished: bring it back, or start over with --overwrite"
             )
+        # An interrupted retry may have replaced a part and not yet said so.
+        if any(any(self.base.local.glob(pattern)) for pattern in ("retry", "*/retry")):
+            return
+        with ThreadPoolExecutor(_THREADS) as pool:
+            sizes = list(pool.map(lambda info: store.size(folder + info.name), infos))
+        for info, size in zip(infos, sizes, strict=True):
+            if size != info.bytes:
+                raise BindingError(
+                    f"{store.shown(folder + info.name)} has {size} bytes, not the {info.bytes} that were written: "
+                    "bring the old file back, or start over with --overwrite"
+                )
 
     def reload_parts(self) -> None:
         """After a retry has replaced some."""
@@ -189,7 +204,7 @@ class JobState:
     def commit_ready(self, limit: int | None = None) -> list[PartInfo]:
         """Write and commit, in order, the parts whose rows are all journalled; at most ``limit`` of them.
 
-        Raises ``DiskFull``, ``StoreAway``, ``OutputLocked`` (a lease was lost) or ``JobError``.
+        Raises ``DiskFull``, ``StoreAway``, ``OutputLocked`` (a lease was lost) or ``JobError`` (an input has changed).
         """
         made: list[PartInfo] = []
         while not self.is_committed and (limit is None or len(made) < limit):
@@ -208,6 +223,7 @@ class JobState:
             self.journal.iter_rows(rows.start, rows.stop),
             self._ledger.new_for_commit(),
         )
+        self.source.check_unchanged(rows.start, rows.stop)
         self._commits.append(info)
         self._ledger.committed(info)
         self.parts.append(info)

@@ -45,7 +45,7 @@ class Engine:
             raise UsageError("no model is named: JobConfig(model=...)")
         self._config = config
         folder = resolve_model(config.model, config.revision)
-        tokenizer_folder = folder if config.tokenizer is None else resolve_model(config.tokenizer)
+        tokenizer_folder = folder if config.tokenizer is None else resolve_model(config.tokenizer, kind="tokenizer")
         registry = Registry.open(config)
         specs = {name: registry.get(name) for name in registry.names()}
         self._templates = [spec.prompt_template for spec in specs.values() if spec.prompt_template is not None]
@@ -98,10 +98,11 @@ class Engine:
             table.schema, self._config, [*self._templates, *filter(None, [self._config.prompt_template])],
             frozenset(self._config.model_fields_set), "the table",
         )  # fmt: skip
+        preparer = self._preparer.reading(work.is_messages)
         first_row = 0
         try:
             for batch in table.select(work.names).to_batches(max_chunksize=_BATCH_ROWS):
-                prepared = self._preparer.prepare(to_work(batch, work), first_row)
+                prepared = preparer.prepare(to_work(batch, work), first_row)
                 first_row += batch.num_rows
                 yield from prepared.errors
                 for request in prepared.requests:

@@ -13,7 +13,7 @@ from punica_batch.types import Request, RowResult
 class Collector:
     """``bind`` records an adapter's digest before the first row that it answered is journalled; ``commit`` writes at
     most one part that is ready. ``max_errors``: rows that may fail, those of earlier runs (``errors_before``)
-    included; None: any number."""
+    included; None: any number. ``allowance`` says in words how many that is and why."""
 
     def __init__(
         self,
@@ -23,12 +23,14 @@ class Collector:
         commit: Callable[[], object],
         errors_before: int,
         max_errors: int | None,
+        allowance: str,
     ) -> None:
         self._journal = journal
         self._bind = bind
         self._commit = commit
         self._errors_before = errors_before
         self._max_errors = max_errors
+        self._allowance = allowance
         self._digests: dict[str, str] = {}
         self.rows = 0
         self.errors: Counter[str] = Counter()
@@ -67,11 +69,9 @@ class Collector:
         if last is None:
             return
         self._journal.sync()
-        allowed = (
-            "--on-error raise allows none" if not self._max_errors else f"--max-errors allows {self._max_errors:,}"
-        )
+        rows = "1 row has" if failed == 1 else f"{failed:,} rows have"
         raise JobError(
-            f"{failed:,} rows have failed, {allowed}; row {last.row}: {last.error}. "
+            f"{rows} failed, {self._allowance}; row {last.row}: {last.error}. "
             "What is done is kept: mend the cause or allow more, then run the same command again"
         )
 

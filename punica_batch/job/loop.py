@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from punica_batch.config import JobConfig
 from punica_batch.data.rowset import RowSet
 from punica_batch.data.source import Source
 from punica_batch.errors import Interrupted
 from punica_batch.job.collector import Collector
+from punica_batch.job.eta import Eta
 from punica_batch.job.feeder import Feeder
 from punica_batch.job.setup import Setup
 from punica_batch.job.stop import StopRequest
@@ -29,13 +30,14 @@ _EXIT_SECONDS = 2.0  # of --grace, kept for the journal and the workers' ends
 @dataclass(frozen=True)
 class Scope:
     """What a run does: the rows ``start:stop`` that are not in ``done``. ``total`` rows are the whole, of which
-    ``before`` were done when it began; ``parts``: (done, in all)."""
+    ``before`` were done when it began (at ``began`` of the monotonic clock); ``parts``: (done, in all)."""
 
     start: int
     stop: int
     done: RowSet
     total: int
     before: int
+    began: float
     parts: Callable[[], tuple[int, int]]
 
 
@@ -57,10 +59,15 @@ class Loop:
         self._collector = collector
         self._progress = progress
         self._stop = stop
-        self._began = time.monotonic()
-        self._first_row_at: float | None = None
+        self._eta = Eta()
+        self._has_run = False
         self._next_update = 0.0
         self._window = Window(first_row=scope.done.first_missing(scope.start))
+
+    @property
+    def rows(self) -> int:
+        """Rows that this loop finished."""
+        return self._collector.rows
 
     def run(self) -> None:
         """Returns when all rows are journalled. Raises ``Interrupted`` when told to stop, and what workers, stores
@@ -74,6 +81,9 @@ class Loop:
         try:
             pool = LocalPool(self._setup.workers)
             self._run(pool, text)
+        except BaseException:
+            self._progress.update(self.snapshot(phase="stopped"))
+            raise
         finally:
             text.close()
             if pool is not None:
@@ -101,6 +111,7 @@ class Loop:
             ended = dispatcher.handle(event)
             self._collector.add(ended)
             self._mark([result for _, result in ended])
+            self._eta.add(len(ended), time.monotonic())
 
     def _finish(self, results: list[RowResult]) -> None:
         self._collector.add_results(results)
@@ -109,18 +120,17 @@ class Loop:
     def _mark(self, results: list[RowResult]) -> None:
         for result in results:
             self._window.mark_finished(result.row)
-        if results and self._first_row_at is None:
-            self._first_row_at = time.monotonic()
 
     def _wind_up(self, pool: LocalPool, dispatcher: Dispatcher, reason: str) -> None:
         """Admits nothing more and lets running rows finish while ``--grace`` lasts."""
         deadline = time.monotonic() + max(0.0, self._config.grace - _EXIT_SECONDS)
-        self._progress.note(f"stopping ({reason}): rows that run now may finish")
         dispatcher.close()
+        self._next_update = 0.0
+        self._stopping(pool, reason, deadline)
         while dispatcher.num_running and time.monotonic() < deadline:
             self._take(dispatcher, pool.poll(_POLL_SECONDS))
             self._collector.tick()
-            self._update(pool)
+            self._stopping(pool, reason, deadline)
         self._collector.sync()
         done = self._scope.before + self._collector.rows
         raise Interrupted(
@@ -129,21 +139,34 @@ class Loop:
         )
 
     def _update(self, pool: LocalPool) -> None:
-        now = time.monotonic()
-        if now >= self._next_update:
-            self._next_update = now + _UPDATE_SECONDS
-            self._progress.update(self.snapshot(pool.workers))
+        if not self._has_run and any(worker.capacity for worker in pool.workers):
+            self._has_run = True
+            self._next_update = 0.0  # a phase is shown however short it is
+        if self._is_time():
+            self._progress.update(self.snapshot(pool.workers, "running" if self._has_run else "starting"))
 
-    def snapshot(self, workers: Sequence[Worker] = (), phase: Phase | None = None) -> Snapshot:
+    def _stopping(self, pool: LocalPool, reason: str, deadline: float) -> None:
+        if self._is_time():
+            left = max(0.0, deadline - time.monotonic())
+            now = self.snapshot(pool.workers, "stopping")
+            self._progress.update(replace(now, stop_reason=reason, grace_s=left))
+
+    def _is_time(self) -> bool:
+        now = time.monotonic()
+        if now < self._next_update:
+            return False
+        self._next_update = now + _UPDATE_SECONDS
+        return True
+
+    def snapshot(self, workers: Sequence[Worker] = (), phase: Phase = "running") -> Snapshot:
+        """The run as it is now. Without ``workers`` the tokens are those of finished rows, the rate that of the whole
+        run."""
         scope, collector = self._scope, self._collector
         done = scope.before + collector.rows
         now = time.monotonic()
-        eta = None
-        if collector.rows and self._first_row_at is not None and now > self._first_row_at:
-            eta = (scope.total - done) * (now - self._first_row_at) / collector.rows
         parts_done, parts_total = scope.parts()
-        if phase is None:
-            phase = "running" if any(w.capacity for w in workers) else "starting"
+        generated = sum(w.generated_tokens for w in workers) if workers else collector.generated_tokens
+        mean = generated / max(now - scope.began, 1e-9)
         return Snapshot(
             rows_total=scope.total,
             rows_done=done,
@@ -152,12 +175,12 @@ class Loop:
             errors_by_code=dict(collector.errors),
             parts_done=parts_done,
             parts_total=parts_total,
-            prompt_tokens=collector.prompt_tokens,
-            generated_tokens=collector.generated_tokens,
-            tokens_per_s=sum(w.tokens_per_s for w in workers)
-            or collector.generated_tokens / max(now - self._began, 1e-9),
-            eta_s=eta,
-            elapsed_s=now - self._began,
+            prompt_tokens=sum(w.prompt_tokens for w in workers) if workers else collector.prompt_tokens,
+            generated_tokens=generated,
+            tokens_per_s=sum(w.tokens_per_s for w in workers) if workers else mean,
+            mean_tokens_per_s=mean,
+            eta_s=self._eta.seconds(scope.total - done, now) if phase == "running" else None,
+            elapsed_s=now - scope.began,
             phase=phase,
             workers=tuple(WorkerLine(w.name, w.state, w.stats, w.tokens_per_s, w.max_num_seqs) for w in workers),
         )

@@ -14,11 +14,12 @@ from punica_batch.data.rowset import RowSet
 from punica_batch.data.state import JobState
 from punica_batch.job.collector import Collector
 from punica_batch.job.loop import Loop, Scope
-from punica_batch.job.runner import finish_run, summarize
+from punica_batch.job.runner import finish_output, finish_run
 from punica_batch.job.setup import binder, binding, prepare
 from punica_batch.job.stop import StopRequest
 from punica_batch.planning.opened import OpenedJob, open_job
-from punica_batch.progress import JobSummary, NoProgress, Progress
+from punica_batch.planning.preflight import allowance
+from punica_batch.progress import JobSummary, NoProgress, Progress, Snapshot
 from punica_batch.workers.devices import Device, find_devices
 
 
@@ -35,20 +36,27 @@ def retry_job(config: JobConfig, progress: Progress | None = None) -> JobSummary
         devices = find_devices(config, progress.note)
         with JobState.open(config, binding(job, devices), source=job.source, forget_errors=True) as state:
             retry = Retry(state)
-            loop = None
+            loops = []
             if len(retry.rows):
-                loop = _rerun(job, devices, state, retry, progress, stop)
+                loops.append(_rerun(job, devices, state, retry, progress, stop, began))
             retry.apply()
             if not state.is_finished:
-                loop = finish_run(job, devices, state, progress, stop, rebind=True) or loop
-            return summarize(state, state.finish(), loop, began)
+                loops += finish_run(job, devices, state, progress, stop, began, rebind=True)
+            return finish_output(state, loops, progress, began)
 
 
 def _rerun(
-    job: OpenedJob, devices: list[Device], state: JobState, retry: Retry, progress: Progress, stop: StopRequest
+    job: OpenedJob,
+    devices: list[Device],
+    state: JobState,
+    retry: Retry,
+    progress: Progress,
+    stop: StopRequest,
+    began: float,
 ) -> Loop:
     """Runs what is left of the error rows into the retry's own journal."""
     rows = retry.rows
+    progress.update(Snapshot(rows_total=len(rows), elapsed_s=time.monotonic() - began))
     start, last = int(rows[0]), int(rows[-1]) + 1
     done = RowSet()
     done.add_many(np.setdiff1d(np.arange(start, last), rows, assume_unique=True))
@@ -62,8 +70,10 @@ def _rerun(
         commit=lambda: None,
         errors_before=0,
         max_errors=0 if job.config.on_error == "raise" else None,
+        allowance=allowance(tolerant, last - start),
     )
-    scope = Scope(start, last, done, total=len(rows), before=0, parts=lambda: (0, 0))
+    scope = Scope(start, last, done, total=len(rows), before=0, began=began, parts=lambda: (0, 0))
     loop = Loop(job.config, job.source, setup, scope, collector, progress, stop)
     loop.run()
+    progress.update(loop.snapshot(phase="assembling"))
     return loop

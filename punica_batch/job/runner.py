@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 
 from punica_batch.config import JobConfig
@@ -14,7 +15,7 @@ from punica_batch.job.loop import Loop, Scope
 from punica_batch.job.setup import binder, binding, check_bound_adapters, prepare
 from punica_batch.job.stop import StopRequest
 from punica_batch.planning.opened import OpenedJob, open_job
-from punica_batch.planning.preflight import allowed_failures
+from punica_batch.planning.preflight import allowance, allowed_failures
 from punica_batch.progress import JobSummary, NoProgress, Progress, Snapshot
 from punica_batch.workers.devices import Device, find_devices
 
@@ -39,14 +40,11 @@ def run_job(config: JobConfig, progress: Progress | None = None) -> JobSummary:
         devices = [] if is_finished else find_devices(config, progress.note)
         is_strict = config.on_error == "raise"  # then the row that stopped an earlier run is tried again
         with JobState.open(config, binding(job, devices), source=job.source, forget_errors=is_strict) as state:
-            loop = None
+            loops = []
             if not state.is_finished:
                 devices = devices or find_devices(config, progress.note)
-                loop = finish_run(job, devices, state, progress, stop)
-            success = state.finish()
-            if loop is not None:
-                progress.update(loop.snapshot(phase="done"))
-            return summarize(state, success, loop, began)
+                loops = finish_run(job, devices, state, progress, stop, began)
+            return finish_output(state, loops, progress, began)
 
 
 def finish_run(
@@ -55,15 +53,17 @@ def finish_run(
     state: JobState,
     progress: Progress,
     stop: StopRequest,
+    began: float,
     *,
     rebind: bool = False,
-) -> Loop | None:
-    """Runs the rows that are not done and commits all parts. ``rebind`` accepts adapters that have changed. None:
-    no row was left to do."""
+) -> list[Loop]:
+    """Runs the rows that are not done and commits all parts. ``rebind`` accepts adapters that have changed. Returns
+    the loop that ran them, none if no row was left to do."""
     if state.is_committed:
-        return None
+        return []
     config, first, last = job.config, state.first_row, state.stop_row
-    progress.update(Snapshot(rows_total=last - first))
+    before = state.done.count(first, last)
+    progress.update(Snapshot(last - first, before, before, elapsed_s=time.monotonic() - began))
     now = datetime.fromtimestamp(state.plan.created, UTC)
     setup = prepare(job, devices, first, last, progress.note, now=now)
     if not rebind:
@@ -74,29 +74,33 @@ def finish_run(
         commit=lambda: state.commit_ready(limit=1),
         errors_before=state.error_rows,
         max_errors=allowed_failures(config, last - first),
+        allowance=allowance(config, last - first),
     )
     scope = Scope(
         start=first,
         stop=last,
         done=state.done,
         total=last - first,
-        before=state.done.count(first, last),
+        before=before,
+        began=began,
         parts=lambda: (state.committed, len(state.shard_parts)),
     )
     loop = Loop(config, job.source, setup, scope, collector, progress, stop)
     loop.run()
     progress.update(loop.snapshot(phase="assembling"))
     state.commit_ready()
-    return loop
+    return [loop]
 
 
-def summarize(state: JobState, success: Success | None, loop: Loop | None, began: float) -> JobSummary:
-    """``success`` None: other shards of the output are still at work; the counts are this shard's. ``loop`` None:
-    nothing was left to do."""
-    if success is None:
-        success = Success.of(state.parts, state.base.target)
-    elapsed = time.monotonic() - began
-    run = loop.snapshot() if loop is not None else Snapshot(rows_total=success.rows)
+def finish_output(state: JobState, loops: Sequence[Loop], progress: Progress, began: float) -> JobSummary:
+    """Completes the output if this was the last of its shards, shows the end, and says how it was. ``loops``: what
+    this run did; none if nothing was left to do."""
+    # None: other shards of the output are still at work; the counts are this shard's.
+    success = state.finish() or Success.of(state.parts, state.base.target)
+    run = Snapshot(rows_total=success.rows, elapsed_s=time.monotonic() - began)
+    if loops:
+        run = _last_snapshot(loops, success)
+        progress.update(run)
     return JobSummary(
         output=state.base.shown,
         rows=success.rows,
@@ -106,14 +110,37 @@ def summarize(state: JobState, success: Success | None, loop: Loop | None, began
         finish_reasons=success.finish_reasons,
         prompt_tokens=run.prompt_tokens,
         generated_tokens=run.generated_tokens,
-        elapsed_s=elapsed,
-        tokens_per_s=run.generated_tokens / elapsed,
-        already_complete=loop is None,
-        warnings=_warnings(success),
+        elapsed_s=run.elapsed_s,
+        tokens_per_s=run.tokens_per_s,
+        rows_run=sum(loop.rows for loop in loops),
+        already_complete=not loops,
+        warnings=(*_shard_warnings(state), *_length_warnings(success)),
     )
 
 
-def _warnings(success: Success) -> tuple[str, ...]:
+def _last_snapshot(loops: Sequence[Loop], success: Success) -> Snapshot:
+    """The end of the last loop, with the tokens of all and the output's errors: what the summary says, too."""
+    ends = [loop.snapshot(phase="done") for loop in loops]
+    last = ends[-1]
+    generated = sum(end.generated_tokens for end in ends)
+    return replace(
+        last,
+        rows_error=success.error_rows,
+        errors_by_code=success.errors,
+        prompt_tokens=sum(end.prompt_tokens for end in ends),
+        generated_tokens=generated,
+        tokens_per_s=generated / last.elapsed_s,
+        mean_tokens_per_s=generated / last.elapsed_s,
+    )
+
+
+def _shard_warnings(state: JobState) -> tuple[str, ...]:
+    if state.shard_parts:
+        return ()
+    return ("this shard has no rows: the output has fewer parts than shards (see --rows-per-shard)",)
+
+
+def _length_warnings(success: Success) -> tuple[str, ...]:
     samples = sum(success.finish_reasons.values()) - success.finish_reasons.get("error", 0)
     cut = success.finish_reasons.get("length", 0)
     if samples and cut > _LENGTH_WARNING * samples:

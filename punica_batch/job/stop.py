@@ -14,6 +14,7 @@ from typing import Any
 from punica_batch.errors import Interrupted, Signalled
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SHOW_CURSOR = b"\x1b[?25h\n"  # a live screen has hidden it, and cannot be asked to clean up
 
 
 class StopRequest:
@@ -47,6 +48,8 @@ class StopRequest:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._signal is not None:
+            if os.isatty(2):
+                os.write(2, _SHOW_CURSOR)
             os._exit(128 + number)
         self._signal = signal.Signals(number)
         if not self._is_polled:

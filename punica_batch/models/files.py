@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from punica_batch.errors import ModelError
+from punica_batch.urls import redact
 
 # The format's own bound on its header; far above any real model's.
 MAX_HEADER_BYTES = 100_000_000
@@ -16,8 +17,10 @@ SAMPLES, SAMPLE_BYTES = 16, 4096
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
 
 
-def resolve_model(name: str, revision: str | None = None) -> Path:
+def resolve_model(name: str, revision: str | None = None, *, kind: str = "model") -> Path:
     """The local folder of ``name``: the folder itself, or the Hugging Face hub's snapshot of it, downloaded if need be.
+
+    ``kind``: the flag that named it, ``model`` or ``tokenizer``.
 
     Raises ``ModelError`` when it is neither a folder nor a hub name that can be had.
     """
@@ -25,15 +28,17 @@ def resolve_model(name: str, revision: str | None = None) -> Path:
     if path.is_dir():
         return path
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or path.exists():
-        raise ModelError(f"model folder {name} does not exist: give a Hugging Face folder or a hub name")
+        raise ModelError(
+            f"{kind} folder {redact(name)} does not exist: give --{kind} a Hugging Face folder or a hub name"
+        )
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=HUB_PATTERNS))
     except Exception as error:  # the hub client raises many kinds: no network, no such name, gated, bad name
         raise ModelError(
-            f"model {name} is neither a local folder nor a hub model that can be downloaded "
-            f"({type(error).__name__}): check the name, or download it first"
+            f"{kind} {redact(name)} is neither a folder nor could it be fetched from the hub (offline?): check the "
+            "name, or download it first"
         ) from error
 
 

@@ -61,6 +61,8 @@ def memory_plan(
     Raises ``ValidationError`` when the weights do not fit, when a row of ``max_model_len`` tokens does not fit beside
     them, or when ``max_loras`` slots do not fit beside both.
     """
+    if num_adapters == 0 and max_loras is None:
+        slot_bytes = 0  # the one slot stays empty
     left = total_bytes - weight_bytes - workspace_bytes
     if left <= 0:
         raise ValidationError(
@@ -99,11 +101,12 @@ def memory_plan(
         adapters_fit=adapters_fit,
         max_num_seqs=seqs,
         reasons=(
-            f"weights {_size(weight_bytes)} and workspace {_size(workspace_bytes)} of {_size(total_bytes)}",
+            f"{_size(weight_bytes)} for the base model and {_size(workspace_bytes)} to compute in, "
+            f"of {_size(total_bytes)} that a worker may use",
             slots_reason,
             seqs_reason,
-            f"{num_blocks} KV blocks of {block_size} tokens ({_size(num_blocks * kv_bytes_per_block)}): "
-            + ("all that is left" if num_blocks == blocks_that_fit else f"{seqs} rows of full length need no more"),
+            f"{_size(num_blocks * kv_bytes_per_block)} for the KV cache, {num_blocks:,} blocks of {block_size} tokens: "
+            + _kv_reason(seqs, max_model_len, is_all=num_blocks == blocks_that_fit),
         ),
     )
 
@@ -112,33 +115,48 @@ def _adapter_slots(
     left: int, spare: int, slot_bytes: int, num_adapters: int, adapters_fit: int, asked: int | None
 ) -> tuple[int, str]:
     """Slots and why. The scheduler wants at least one even where no row names an adapter."""
+
+    def what(slots: int) -> str:
+        loaded = "1 adapter" if slots == 1 else f"{slots:,} adapters"
+        return f"{_size(slots * slot_bytes)} for {loaded} at a time, {_size(slot_bytes)} each"
+
     if asked is not None:
-        return asked, f"{asked} adapter slots of {_size(slot_bytes)}: --max-loras (at most {adapters_fit} fit)"
+        return asked, f"{what(asked)}: --max-loras says so ({adapters_fit:,} would fit)"
     if num_adapters == 0:
         return 1, "no adapters"
     share = min(left // ADAPTER_SHARE, spare) // slot_bytes if slot_bytes else num_adapters
     # two at least where they fit, so that the next adapter loads while one runs
     slots = min(num_adapters, MAX_BATCH, max(share, min(2, adapters_fit)))
-    what = f"{slots} adapter slots of {_size(slot_bytes)} for the job's {num_adapters}"
     if slots == num_adapters:
-        return slots, f"{what}: all stay loaded (at most {adapters_fit} fit)"
-    why = "a batch has no more rows" if slots == MAX_BATCH else "a quarter of what the weights leave"
-    return slots, f"{what}: {why} (at most {adapters_fit} fit); the others load on demand"
+        return slots, f"{what(slots)}: all adapters of the job stay loaded ({adapters_fit:,} would fit)"
+    why = "no more run in one batch" if slots == MAX_BATCH else "a quarter of what the base model leaves"
+    rest = f"the job has {num_adapters:,}, which take turns; --max-loras changes it ({adapters_fit:,} would fit)"
+    return slots, f"{what(slots)}: {why}; {rest}"
 
 
 def _batch_cap(rows_that_fit: int, max_tokens: int, num_sequences: int | None, asked: int | None) -> tuple[int, str]:
     if asked is not None and asked <= max_tokens:
-        return asked, f"batch cap {asked}: --max-num-seqs"
+        return asked, f"{_at_a_time(asked)}: --max-num-seqs says so"
     limits = [
-        (MAX_BATCH if asked is None else asked, "a larger batch no longer pays" if asked is None else "--max-num-seqs"),
-        (max_tokens, "--max-num-batched-tokens must hold one token of each row"),
+        (MAX_BATCH, "more would not be faster") if asked is None else (asked, "--max-num-seqs says so"),
+        (max_tokens, "--max-num-batched-tokens has to hold a token of each"),
     ]
     if asked is None:
-        limits.append((rows_that_fit, "KV blocks for as many rows of the usual length"))
+        limits.append((rows_that_fit, "the KV cache has room for so many of average length"))
         if num_sequences is not None:
-            limits.append((num_sequences, "the job has no more rows"))
+            limits.append((num_sequences, "the job has no more"))
     cap, why = min(limits)
-    return max(cap, 1), f"batch cap {max(cap, 1)}: {why}"
+    return max(cap, 1), f"{_at_a_time(max(cap, 1))}: {why}"
+
+
+def _at_a_time(seqs: int) -> str:
+    return f"{'1 answer' if seqs == 1 else f'{seqs:,} answers'} generated at a time"
+
+
+def _kv_reason(seqs: int, max_model_len: int, *, is_all: bool) -> str:
+    if is_all:
+        return "all memory that is left"
+    return f"enough for {'it' if seqs == 1 else 'all of them'} at the full length of {max_model_len:,} tokens"
 
 
 def _size(nbytes: int) -> str:

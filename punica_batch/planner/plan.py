@@ -78,11 +78,12 @@ class AdapterSummary:
 @dataclass(frozen=True, slots=True)
 class ExpectedErrors:
     """``rows`` expected to end as error rows, ``by_code``; the job stops if they exceed ``limit``
-    (``--max-errors``): ``stops``."""
+    (``--max-errors``): ``stops``. ``allowance``: in words, how the limit comes about."""
 
     rows: int
     by_code: dict[str, int]
     limit: int
+    allowance: str
 
     @property
     def stops(self) -> bool:
@@ -148,7 +149,8 @@ class Plan:
       generate (rows times n);
     - ``tokens``, ``adapters``, ``errors``, ``placement``, ``window``, ``parts``: see there;
     - ``memory``: of each worker (null where the device was not asked);
-    - ``previews``: the first tokens of rendered rows; ``warnings``: sentences for the user.
+    - ``previews``: the first tokens of rendered rows; ``warnings``: sentences for the user;
+    - ``option_columns``: the input's columns that are taken for options of their rows.
     """
 
     model: str
@@ -164,6 +166,7 @@ class Plan:
     parts: Parts
     previews: tuple[Preview, ...] = ()
     warnings: tuple[str, ...] = ()
+    option_columns: tuple[str, ...] = ()
     schema_version: int = field(default=SCHEMA_VERSION)
 
     def to_json(self) -> dict[str, Any]:
@@ -207,13 +210,15 @@ def adapter_summary(adapters: Iterable[AdapterRows], *, exact: bool) -> AdapterS
     )
 
 
-def expected_errors(adapters: AdapterSummary, row_errors: Mapping[str, int], *, limit: int) -> ExpectedErrors:
+def expected_errors(
+    adapters: AdapterSummary, row_errors: Mapping[str, int], *, limit: int, allowance: str
+) -> ExpectedErrors:
     """Rows of bad adapters and ``row_errors``: the others that will fail, by code (scaled up where sampled)."""
     by_code = dict(row_errors)
     for entry in adapters.problems:
         code = (entry.problem or "").partition(":")[0]
         by_code[code] = by_code.get(code, 0) + entry.rows
-    return ExpectedErrors(rows=sum(by_code.values()), by_code=dict(sorted(by_code.items())), limit=limit)
+    return ExpectedErrors(sum(by_code.values()), dict(sorted(by_code.items())), limit, allowance)
 
 
 def placement_summary(

@@ -34,6 +34,11 @@ class AdapterDetails:
     warnings: tuple[str, ...] = ()
     problem: str | None = None
 
+    @property
+    def is_unknown(self) -> bool:
+        """Whether the registry has no adapter of this name."""
+        return (self.problem or "").startswith("unknown_adapter: ")
+
 
 def describe_adapters(
     registry: Registry, names: Iterable[str], config: JobConfig, modules: Modules | None, *, contents: bool

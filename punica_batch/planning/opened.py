@@ -38,6 +38,7 @@ class OpenedJob:
             max_model_len=self.max_model_len,
             adapters=specs,
             adapter_errors=adapter_errors,
+            is_messages=None if self.source.kind == "openai" else self.source.is_messages,
         )
 
 
@@ -54,7 +55,8 @@ def open_job(config: JobConfig) -> OpenedJob:
     output_schema(source.schema, config, lists=source.lists)  # an output column that would hide one of the input's
     model_folder = resolve_model(config.model, config.revision)
     model = ModelConfig.from_folder(model_folder)
-    tokenizer_folder = resolve_model(config.tokenizer) if config.tokenizer is not None else model_folder
+    named = config.tokenizer
+    tokenizer_folder = model_folder if named is None else resolve_model(named, kind="tokenizer")
     return OpenedJob(
         config=config,
         source=source,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from punica_batch.config import JobConfig
-from punica_batch.data.paths import output_path
+from punica_batch.data.paths import output_path, whole
 from punica_batch.engine.settings import resolve_dtypes
 from punica_batch.errors import ValidationError
 from punica_batch.planner.memory import MAX_BATCH, MemoryPlan
@@ -20,7 +20,7 @@ from punica_batch.planner.plan import (
 )
 from punica_batch.planning.memory import slot_bytes, worker_memory
 from punica_batch.planning.opened import OpenedJob, open_job, shard_rows
-from punica_batch.planning.preflight import Preflight, allowed_failures, preflight
+from punica_batch.planning.preflight import Preflight, allowance, allowed_failures, preflight
 from punica_batch.planning.sample import RowSample, sample_rows
 from punica_batch.workers.devices import Device, find_devices
 
@@ -42,6 +42,7 @@ def make_plan(config: JobConfig, *, exact: bool = False) -> Plan:
     memory = _memory(job, found, devices[0], sample, samples, notes)
     adapters = adapter_summary(_adapter_rows(job, found, devices[0], rows), exact=found.use.exact)
     row_errors = {code: round(number * scale) for code, number in sample.errors.items()}
+    limit = allowed_failures(config, rows)
     output = output_path(config)
     tokens = token_estimate(
         sample.prompt_tokens, sample.generated_tokens, rows=round(len(sample.samples) * scale), exact=sample.exact
@@ -53,7 +54,7 @@ def make_plan(config: JobConfig, *, exact: bool = False) -> Plan:
         samples=samples,
         tokens=tokens,
         adapters=adapters,
-        errors=expected_errors(adapters, row_errors, limit=allowed_failures(config, rows)),
+        errors=expected_errors(adapters, row_errors, limit=limit, allowance=allowance(config, rows)),
         placement=placement_summary(
             devices[0].kind,
             (device.name for device in devices),
@@ -63,9 +64,10 @@ def make_plan(config: JobConfig, *, exact: bool = False) -> Plan:
         ),
         memory=memory,
         window=window_summary(rows, len(found.use.rows)),
-        parts=parts(output, rows, config.rows_per_shard, single_file=not output.endswith("/")),
+        parts=parts(whole(output), rows, config.rows_per_shard, single_file=not output.endswith("/")),
         previews=() if sample.preview is None else (sample.preview,),
         warnings=(*notes, *found.warnings),
+        option_columns=job.source.option_columns,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -81,8 +82,33 @@ def preflight(job: OpenedJob, start: int, stop: int) -> Preflight:
         reports=reports,
         errors=errors,
         failing_rows=sum(use.rows[name] for name in errors),
-        warnings=_warnings(reports),
+        warnings=(*_job_warnings(job, good), *_warnings(reports)),
     )
+
+
+def _job_warnings(job: OpenedJob, named: Mapping[str, AdapterSpec]) -> list[str]:
+    """What is likely to be meant otherwise. ``named``: the good adapters that rows name."""
+    config, names = job.config, job.source.schema.names
+    found = []
+    has_adapters = config.adapters is not None or bool(config.lora_modules)
+    if has_adapters and job.source.kind == "parquet" and config.lora_column not in names:
+        near = difflib.get_close_matches(config.lora_column, names, n=1, cutoff=0.7)
+        hint = f"; did you mean {near[0]!r} (--lora-column {near[0]})?" if near else "."
+        found.append(
+            f"adapters are configured, but the input has no column {config.lora_column!r}{hint} "
+            "All rows use the base model"
+        )
+    templated = [name for name, spec in named.items() if spec.prompt_template is not None]
+    if templated and config.apply_chat_template and not job.source.is_messages:
+        found.append(
+            f"the prompt_template of {_some(templated)} and --apply-chat-template are both in force: the text that the "
+            "prompt template makes becomes the user message of a chat"
+        )
+    return found
+
+
+def _some(names: list[str]) -> str:
+    return f"adapter {names[0]!r}" if len(names) == 1 else f"{len(names)} adapters ({names[0]!r} …)"
 
 
 def _warnings(reports: Mapping[str, AdapterReport]) -> tuple[str, ...]:
@@ -91,10 +117,7 @@ def _warnings(reports: Mapping[str, AdapterReport]) -> tuple[str, ...]:
     for name, report in reports.items():
         for line in report.warnings:
             names.setdefault(line, []).append(name)
-    return tuple(
-        f"adapter {found[0]!r}: {line}" if len(found) == 1 else f"{len(found)} adapters ({found[0]!r} …): {line}"
-        for line, found in names.items()
-    )
+    return tuple(f"{_some(found)}: {line}" for line, found in names.items())
 
 
 def refuse_if_too_many(found: Preflight, config: JobConfig, rows: int) -> None:
@@ -104,17 +127,25 @@ def refuse_if_too_many(found: Preflight, config: JobConfig, rows: int) -> None:
     if found.failing_rows <= limit:
         return
     worst = max(found.errors, key=lambda name: found.use.rows[name])
-    others = f" (and {len(found.errors) - 1} more adapters)" if len(found.errors) > 1 else ""
-    allowed = "--on-error raise allows none" if config.on_error == "raise" else f"--max-errors allows {limit:,}"
+    more = len(found.errors) - 1
+    others = f" (and {more} more adapter{'s' if more > 1 else ''})" if more else ""
     raise ValidationError(
-        f"{found.failing_rows:,} of {rows:,} rows would fail, {allowed}: {found.errors[worst]}{others}; "
-        "run `punica-batch validate` for the whole list"
+        f"{found.failing_rows:,} of {rows:,} rows would fail, {allowance(config, rows)}: "
+        f"{found.errors[worst]}{others}; run `punica-batch validate` for the whole list"
     )
 
 
 def allowed_failures(config: JobConfig, rows: int) -> int:
     """How many of ``rows`` may fail before the job stops."""
     return 0 if config.on_error == "raise" else config.error_limit(rows)
+
+
+def allowance(config: JobConfig, rows: int) -> str:
+    """``allowed_failures`` in words, with the flag that it comes from: ``--max-errors 5% of 100 rows allows 5``."""
+    if config.on_error == "raise":
+        return "--on-error raise allows none"
+    of = f" {config.max_errors} of {rows:,} rows" if config.max_errors.endswith("%") else ""
+    return f"--max-errors{of} allows {config.error_limit(rows):,}"
 
 
 def count_adapters(

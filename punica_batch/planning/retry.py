@@ -9,7 +9,7 @@ from punica_batch.config import BINDING_FIELDS, JobConfig
 from punica_batch.config_sources import load_config
 from punica_batch.data.layout import Layout
 from punica_batch.data.plan import Plan
-from punica_batch.errors import InputError
+from punica_batch.planning.status import no_output
 
 _COMMAND = ("model", "revision", "tokenizer", "adapters", "lora_modules")
 
@@ -41,5 +41,5 @@ def read_plan(output: str, flags: Mapping[str, Any]) -> Plan:
     name = layout.in_state("plan.json")
     data = layout.store.read(name)
     if data is None:
-        raise InputError(f"{layout.shown} is not the output of a run: there is no {layout.store.shown(name)}")
+        raise no_output(layout)
     return Plan.from_bytes(data, layout.store.shown(name))

@@ -85,9 +85,17 @@ def output_status(output: str, work_dir: str | None, storage_options: Mapping[st
     is_new = new is not None and (current is None or success is not None)
     layout, plan = (base.next_generation(), new) if is_new else (base, current)
     if plan is None:
-        raise InputError(f"{base.shown} is not the output of a run: there is no plan in {base.store.shown(base.state)}")
+        raise no_output(base)
     slices = tuple(_slice(base, layout, plan, index) for index in range(plan.shards))
     return OutputStatus(base.shown, success is not None and not is_new, is_new, slices)
+
+
+def no_output(layout: Layout) -> InputError:
+    """Why there is no plan of it."""
+    names, state = layout.store.names(""), layout.store.shown(layout.state)
+    if not names or (layout.target is not None and {layout.target, layout.state}.isdisjoint(names)):
+        return InputError(f"{layout.shown}: there is no such output")
+    return InputError(f"{layout.shown} is not the output of a run: there is no plan in {state}")
 
 
 def _read_plan(layout: Layout) -> Plan | None:

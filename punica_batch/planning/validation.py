@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 from punica_batch.config import JobConfig
 from punica_batch.planning.opened import OpenedJob, open_job, shard_rows
-from punica_batch.planning.preflight import Preflight, allowed_failures, preflight
+from punica_batch.planning.preflight import Preflight, allowance, allowed_failures, preflight
 from punica_batch.progress import Progress, Snapshot
 from punica_batch.text.prepare import Preparer
 from punica_batch.types import JsonDict, RowResult
@@ -29,20 +29,28 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class ValidationReport:
-    """``rows`` checked, ``rows_failing`` of them; ``adapters``: distinct ones that rows name; ``stops``: ``run`` would
-    refuse or stop, since the failures exceed ``limit`` (``--max-errors``)."""
+    """``rows`` checked, ``rows_failing`` of them; ``adapters``: distinct ones of the registry that rows name;
+    ``problems``: of adapters, each once; ``stops``: ``run`` would refuse or stop, since the failures exceed ``limit``
+    (``--max-errors``; ``allowance``: in words); ``option_columns``: input columns taken for options of their rows."""
 
     rows: int
     rows_failing: int
     limit: int
+    allowance: str
     adapters: int
     failures: tuple[Failure, ...]
     problems: tuple[str, ...]
     warnings: tuple[str, ...]
+    option_columns: tuple[str, ...]
 
     @property
     def stops(self) -> bool:
         return self.rows_failing > self.limit
+
+    @property
+    def exit_code(self) -> int:
+        """That of ``run``, as far as can be known: 4 when it would stop or refuse, 3 with error rows, else 0."""
+        return 4 if self.stops else 3 if self.rows_failing else 0
 
     def as_dict(self) -> JsonDict:
         """JSON-ready, the schema of ``validate --json``."""
@@ -84,10 +92,12 @@ def validate_rows(config: JobConfig, progress: Progress) -> ValidationReport:
         rows=stop - start,
         rows_failing=tally.rows.total(),
         limit=allowed_failures(config, stop - start),
-        adapters=len(found.use.names()),
+        allowance=allowance(config, stop - start),
+        adapters=len(found.reports),
         failures=tally.failures(),
         problems=tuple(found.errors[name] for name in sorted(found.errors)),
         warnings=found.warnings,
+        option_columns=job.source.option_columns,
     )
 
 

@@ -154,7 +154,8 @@ def read_template(value: str, where: str) -> str:
     try:
         return Path(value).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise InputError(f"{where}: neither a jinja template nor a readable file ({type(error).__name__})") from error
+        reason = getattr(error, "strerror", None) or "not a text file"
+        raise InputError(f"{where}: {value[:200]} is neither a jinja template nor a readable file: {reason}") from error
 
 
 def _model_templates(folder: Path) -> dict[str, str]:

@@ -10,6 +10,7 @@ import pyarrow.compute as pc
 
 from punica_batch.errors import RowError
 
+ERROR_COLUMN = "__error__"  # a reader's ``code: sentence`` for a row that it could not read
 MAX_CELL_BYTES = 16 << 20
 
 

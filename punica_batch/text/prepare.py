@@ -4,7 +4,7 @@ Error codes of this room, the part before ``:`` in the ``error`` column:
 
 ==================  ==================================================================================================
 ``input_error``     the reader could not make a row of it (its own code may stand here instead)
-``null_prompt``     no prompt: the column, or one that the prompt template names, is null
+``null_prompt``     no prompt: its column, or one that the prompt template names, is null
 ``empty_prompt``    the prompt has no text, also where the tokenizer would add a BOS
 ``invalid_utf8``    text that is not UTF-8
 ``prompt_too_long`` prompt tokens + 1 > max_model_len (with ``--overlong error``), or a cell above 16 MiB
@@ -21,6 +21,7 @@ the reader's, adapter, options, prompt.
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -28,15 +29,13 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from punica_batch.errors import RowError
-from punica_batch.text.columns import read_text
+from punica_batch.text.columns import ERROR_COLUMN, read_text
 from punica_batch.text.options import RowOptions
 from punica_batch.text.render import RowText, RowTexts
 from punica_batch.text.settings import TextSettings
 from punica_batch.text.templates import Templates
 from punica_batch.text.tokenizer import Tokenizer
 from punica_batch.types import Request, RowResult, SamplingParams
-
-ERROR_COLUMN = "__error__"  # a reader's ``code: sentence`` for a row that it could not read
 
 
 @dataclass(frozen=True)
@@ -66,6 +65,12 @@ class Preparer:
         self._templates = Templates(settings, self.tokenizer.special_tokens)
         # No tokenizer makes fewer tokens of a text; 4 allows for normalizers that shorten it.
         self._hopeless_chars = 4 * self.tokenizer.max_token_chars * settings.max_model_len
+
+    def reading(self, is_messages: bool | None) -> Preparer:
+        """One for rows of this kind (see ``TextSettings``), with the same tokenizer and templates."""
+        other = copy(self)
+        other._settings = replace(self._settings, is_messages=is_messages)
+        return other
 
     def prepare(self, batch: pa.RecordBatch, first_row: int) -> Prepared:
         """The batch's rows, numbered from ``first_row``."""

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from punica_batch.errors import InputError, RowError
 from punica_batch.text.chat import ChatTemplate
-from punica_batch.text.columns import read_text, read_values
+from punica_batch.text.columns import ERROR_COLUMN, read_text, read_values
 from punica_batch.text.messages import parse_messages
 from punica_batch.text.prompt_template import PromptTemplate
 from punica_batch.text.settings import TextSettings
@@ -34,7 +34,9 @@ class RowTexts:
         self._batch = batch
         self._names = frozenset(batch.schema.names)
         self._columns: dict[str, list[str | RowError | None]] = {}
-        self._messages = self._read_messages(settings.messages_column)
+        self._is_messages = settings.is_messages
+        self._messages_column = settings.messages_column
+        self._messages = None if self._is_messages is False else self._read_messages(settings.messages_column)
         self._prompt_column = settings.prompt_column
         self._timeouts: Counter[ChatTemplate] = Counter()
 
@@ -47,13 +49,18 @@ class RowTexts:
         if isinstance(messages, RowError):
             raise messages
         if messages is not None:
-            if self._prompt_column in self._names and self._column(self._prompt_column)[index] is not None:
+            if self._is_messages is None and self._has(self._prompt_column, index):
                 raise RowError("bad_messages", "the row has a prompt and messages; give it one of them")
             return self._chat(messages, rule)
+        if self._is_messages or (self._messages is not None and self._prompt_column not in self._names):
+            raise RowError("null_prompt", f"column {self._messages_column!r} is null")
         prompt = self._prompt(index, rule.prompt_template)
         if rule.chat_prompts:
             return self._chat([{"role": "user", "content": prompt}], rule)
         return RowText(prompt, templated=False)
+
+    def _has(self, name: str, index: int) -> bool:
+        return name in self._names and self._column(name)[index] is not None
 
     def _chat(self, messages: Any, rule: Rule) -> RowText:
         if rule.chat is None:
@@ -71,10 +78,10 @@ class RowTexts:
         if template is None:
             return self._cell(self._prompt_column, index)
         try:
-            template.check(self._names)
+            columns = template.sources(self._names - {ERROR_COLUMN}, self._prompt_column)
         except InputError as error:
             raise RowError("template_failed", str(error)) from None
-        return template.render([self._cell(name, index) for name in template.columns])
+        return template.render([self._cell(name, index) for name in columns])
 
     def _cell(self, name: str, index: int) -> str:
         value = self._column(name)[index] if name in self._names else None

@@ -19,6 +19,8 @@ class TextSettings:
 
     ``adapters`` are the registry's entries by ``lora_id``; ``adapter_errors`` those that were refused, with the
     ``code: sentence`` that their rows get. ``now`` is the date that templates see (None: when they are compiled).
+    ``is_messages``: whether rows are read from the messages column or from the prompt column; a column of the other
+    name is then nothing special. None: whichever of the two a row has.
     """
 
     model_folder: str
@@ -31,6 +33,7 @@ class TextSettings:
     prompt_template: str | None = None
     prompt_column: str = "prompt"
     messages_column: str = "messages"
+    is_messages: bool | None = None
     lora_column: str = "lora_id"
     adapters: Mapping[str, AdapterSpec] = field(default_factory=dict)
     adapter_errors: Mapping[str, str] = field(default_factory=dict)
@@ -46,6 +49,7 @@ class TextSettings:
         tokenizer_folder: str | Path | None = None,
         adapters: Mapping[str, AdapterSpec] | None = None,
         adapter_errors: Mapping[str, str] | None = None,
+        is_messages: bool | None = None,
         now: datetime | None = None,
     ) -> TextSettings:
         """Folders are local. ``now`` is this moment unless given, so that one job's processes see one date.
@@ -64,6 +68,7 @@ class TextSettings:
             prompt_template=config.prompt_template,
             prompt_column=config.prompt_column,
             messages_column=config.messages_column,
+            is_messages=is_messages,
             lora_column=config.lora_column,
             adapters=dict(adapters or {}),
             adapter_errors=dict(adapter_errors or {}),

@@ -113,10 +113,9 @@ def check_text(settings: TextSettings, columns: Collection[str], lora_ids: Colle
         except RowError as error:
             raise InputError(error.sentence) from error
         # Prompt templates make prompts; messages are rendered without them.
-        only_messages = settings.messages_column in columns and settings.prompt_column not in columns
-        if rule.prompt_template is not None and not (only_messages and settings.prompt_template is None):
-            rule.prompt_template.check(columns)
-        if rule.chat is None and (rule.chat_prompts or only_messages):
+        if rule.prompt_template is not None and not settings.is_messages:
+            rule.prompt_template.sources(columns, settings.prompt_column)
+        if rule.chat is None and (rule.chat_prompts or settings.is_messages):
             who = "the model" if lora_id is None else f"adapter {lora_id!r}"
             raise InputError(f"{who} has no chat template; give one with --chat-template")
 

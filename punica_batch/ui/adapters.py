@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from punica_batch.planning.adapters import AdapterDetails
-from punica_batch.ui.format import size
+from punica_batch.ui.format import kib
 
 
 def adapters_table(reports: Sequence[AdapterDetails]) -> RenderableType:
@@ -17,7 +17,7 @@ def adapters_table(reports: Sequence[AdapterDetails]) -> RenderableType:
     table.add_column("adapter", no_wrap=True)
     table.add_column("ranks", justify="right")
     table.add_column("targets", overflow="fold")
-    table.add_column("size", justify="right", no_wrap=True)
+    table.add_column("file", justify="right", no_wrap=True)
     table.add_column("sha256", no_wrap=True, style="dim")
     table.add_column("", no_wrap=True)
     for r in reports:
@@ -25,7 +25,7 @@ def adapters_table(reports: Sequence[AdapterDetails]) -> RenderableType:
             Text("problem", style="red") if r.problem else Text("warning", style="yellow") if r.warnings else Text("ok")
         )
         digest = (r.sha256 or "")[:12]
-        table.add_row(Text(r.name), _ranks(r.ranks), Text(" ".join(r.targets)), size(r.nbytes), digest, state)
+        table.add_row(Text(r.name), _ranks(r.ranks), Text(" ".join(r.targets)), kib(r.nbytes), digest, state)
     lines = [Text(f"problem: {r.problem}", style="red") for r in reports if r.problem]
     lines += [Text(f"warning: {r.name}: {line}", style="yellow") for r in reports for line in r.warnings]
     return Group(table, *lines)

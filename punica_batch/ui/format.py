@@ -37,6 +37,11 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes:.1f} GiB"
 
 
+def kib(num_bytes: float) -> str:
+    """2,768 KiB: sizes that are to be compared, in a column."""
+    return f"{count(num_bytes / 1024)} KiB"
+
+
 def plural(number: int, noun: str) -> str:
     """1 row, 2,000 rows"""
     return f"{count(number)} {noun}{'' if number == 1 else 's'}"

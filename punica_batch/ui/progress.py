@@ -13,9 +13,13 @@ from rich.text import Text
 
 from punica_batch.progress import NoProgress, Progress, Snapshot, WorkerLine
 from punica_batch.ui.console import error_console
-from punica_batch.ui.format import count, duration, errors, short
+from punica_batch.ui.format import count, duration, errors, plural, short
+from punica_batch.ui.lines import folded, write_line
 
 HEARTBEAT_SECONDS = 10.0
+_LOG_PHASES = {"starting": "starting (loading the model)"}
+# How a second signal is given, by what the first was; after --max-runtime nobody stands by to give one.
+_AGAIN = {"SIGINT": "Ctrl-C again ends at once", "SIGTERM": "a second signal ends at once"}
 _STATE_STYLES = {"running": "green", "starting": "yellow", "restarting": "red", "released": "dim", "done": "dim"}
 
 
@@ -39,18 +43,20 @@ class LiveProgress:
         self._live.start()
 
     def note(self, line: str) -> None:
-        self._console.print(Text(line))
+        # Folded here, since rich would also break words and a terminal does nothing else.
+        self._console.print(Text(folded(line, self._console.width)), soft_wrap=True)
 
     def update(self, snapshot: Snapshot) -> None:
         self._screen.snapshot = snapshot
 
     def close(self) -> None:
+        self._live.transient = self._screen.snapshot is None  # what ended in its planning leaves no screen behind
         self._live.stop()
 
 
 class HeartbeatProgress:
-    """A line at the start, every ten seconds, and at the end, for logs. A thread of its own keeps the beat, so that a
-    log shows life also while the job is busy reading or assembling."""
+    """A line at each phase's start and every ten seconds, for logs. A thread of its own keeps the beat, so that a log
+    shows life also while the job is busy reading or assembling."""
 
     def __init__(self, file: IO[str], interval: float = HEARTBEAT_SECONDS) -> None:
         self._file = file
@@ -65,8 +71,8 @@ class HeartbeatProgress:
         self._write(line)
 
     def update(self, snapshot: Snapshot) -> None:
-        is_first, self._snapshot = self._snapshot is None, snapshot
-        if is_first:
+        before, self._snapshot = self._snapshot, snapshot
+        if before is None or before.phase != snapshot.phase:
             self._write(heartbeat_line(snapshot))
 
     def close(self) -> None:
@@ -82,26 +88,25 @@ class HeartbeatProgress:
     def _write(self, line: str) -> None:
         with self._write_lock:
             self._last = line
-            print(line, file=self._file, flush=True)
+            write_line(line, self._file)
 
 
 def heartbeat_line(s: Snapshot) -> str:
-    """running: 1,200 of 5,000 rows (24 %), 830 tok/s, ETA 1:05, 3 errors (overlong 3)"""
+    """running: 1,200 of 5,000 rows (24 %), 830 tok/s (average 790), ETA 1:05, 3 errors (overlong 3)"""
     parts = [f"{count(s.rows_done)} of {count(s.rows_total)} rows ({_percent(s):.0f} %)"]
     if s.phase == "planning" and s.rows_before:
         parts.append(f"{count(s.rows_before)} of them done before")
-    if s.phase in ("running", "assembling", "done"):
-        parts.append(f"{short(s.tokens_per_s)} tok/s")
-    if s.phase in ("running", "checking"):
-        parts.append(f"ETA {_eta(s)}")
-    else:
-        parts.append(f"{duration(s.elapsed_s)} elapsed")
+    if s.phase == "done" or (s.generated_tokens and s.phase in ("running", "stopping", "stopped")):
+        parts.append(_rate(s))
+    parts.append(_left(s))
     if s.rows_error:
-        parts.append(f"{count(s.rows_error)} errors ({errors(s.errors_by_code)})")
+        parts.append(f"{plural(s.rows_error, 'error')} ({errors(s.errors_by_code)})")
     restarting = sum(worker.state == "restarting" for worker in s.workers)
     if restarting:
-        parts.append(f"{restarting} of {len(s.workers)} workers restarting")
-    return f"{s.phase}: {', '.join(parts)}"
+        parts.append(f"{restarting} of {plural(len(s.workers), 'worker')} restarting")
+    reason = f" ({s.stop_reason})" if s.stop_reason else ""
+    parts += _again(s)
+    return f"{_LOG_PHASES.get(s.phase, s.phase)}{reason}: {', '.join(parts)}"
 
 
 class _Screen:
@@ -123,39 +128,45 @@ def draw(s: Snapshot, width: int, height: int = 50) -> Group:
     if s.workers:
         lines.append(_workers(s.workers, width, max(1, height - 6)))
     if s.rows_error:
-        lines.append(Text(f"{count(s.rows_error)} errors: {errors(s.errors_by_code)}", style="red"))
+        lines.append(Text(f"{plural(s.rows_error, 'error')}: {errors(s.errors_by_code)}", style="red"))
     return Group(*lines)
 
 
 def _bar(s: Snapshot, width: int) -> Table:
-    label = Text(s.phase, style="bold")
+    label = Text(s.phase, style="bold yellow" if s.phase in ("stopping", "stopped") else "bold")
     numbers = Text(f"{count(s.rows_done)}/{count(s.rows_total)} rows {_percent(s):3.0f} %")
-    eta = Text(f"ETA {_eta(s)}" if s.phase != "done" else duration(s.elapsed_s), style="cyan")
+    left = Text(_left(s), style="cyan")
     grid = Table.grid(padding=(0, 1))
-    room = width - label.cell_len - numbers.cell_len - eta.cell_len - 3
+    room = width - label.cell_len - numbers.cell_len - left.cell_len - 3
     if room < 10:
-        grid.add_row(numbers, eta)
+        grid.add_row(numbers, left)
     else:
         bar = ProgressBar(total=max(1, s.rows_total), completed=s.rows_done, width=min(60, room))
-        grid.add_row(label, bar, numbers, eta)
+        grid.add_row(label, bar, numbers, left)
     return grid
 
 
 def _totals(s: Snapshot, width: int) -> Text:
-    if s.phase == "checking":
-        return Text(f"{duration(s.elapsed_s)} elapsed", style="dim")
-    facts = [
-        f"{short(s.tokens_per_s)} tok/s",
-        f"{short(s.prompt_tokens)} prompt + {short(s.generated_tokens)} generated tokens",
-        f"parts {s.parts_done}/{s.parts_total}",
-        f"{duration(s.elapsed_s)} elapsed",
-    ]
+    """As many facts as there is room for, the most important first."""
+    facts = _again(s)
+    if s.phase in ("running", "stopping", "assembling", "done", "stopped"):
+        facts += [
+            _rate(s),
+            f"{short(s.prompt_tokens)} prompt + {short(s.generated_tokens)} generated tokens",
+        ]
+    elif s.phase == "starting":
+        facts.append("loading the model")
+    if not _left(s).endswith("elapsed"):
+        facts.append(f"{duration(s.elapsed_s)} elapsed")
+    if s.parts_total:
+        facts.append(f"parts {s.parts_done}/{s.parts_total}")
     if s.rows_before:
         facts.append(f"{count(s.rows_before)} rows done before")
-    line = facts[0]
-    for fact in facts[1:]:
-        if len(line) + 3 + len(fact) <= width:
-            line += f" · {fact}"
+    line = ""
+    for fact in facts:
+        joined = f"{line} · {fact}" if line else fact
+        if len(joined) <= width:
+            line = joined
     return Text(line, style="dim")
 
 
@@ -196,5 +207,20 @@ def _percent(s: Snapshot) -> float:
     return min(99.0, 100.0 * s.rows_done / s.rows_total)
 
 
-def _eta(s: Snapshot) -> str:
-    return "–" if s.eta_s is None else duration(s.eta_s)
+def _left(s: Snapshot) -> str:
+    """What is left of the phase where that can be told, else the time since the start."""
+    if s.phase in ("running", "checking"):
+        return f"ETA {'–' if s.eta_s is None else duration(s.eta_s)}"
+    if s.grace_s is not None:
+        return f"{s.grace_s:.0f} s of grace left"
+    return f"{duration(s.elapsed_s)} elapsed"
+
+
+def _rate(s: Snapshot) -> str:
+    """Of late and over the whole run; at the end they are the same."""
+    average = "" if s.phase in ("done", "stopped") else f" (average {short(s.mean_tokens_per_s)})"
+    return f"{short(s.tokens_per_s)} tok/s{average}"
+
+
+def _again(s: Snapshot) -> list[str]:
+    return [_AGAIN[s.stop_reason]] if s.stop_reason in _AGAIN else []

@@ -9,12 +9,12 @@ from rich.table import Table
 from rich.text import Text
 
 from punica_batch.progress import JobSummary
-from punica_batch.ui.format import count, duration, errors
+from punica_batch.ui.format import count, duration, errors, plural, short
 
 
 def summary_view(summary: JobSummary) -> RenderableType:
     done = f"{count(summary.rows_done)} of {count(summary.rows)}"
-    if summary.already_complete:
+    if summary.already_complete and summary.rows:
         done += ", complete before: left as it is"
     facts = {"output": summary.output, "rows": done}
     if summary.rows_error:
@@ -22,10 +22,18 @@ def summary_view(summary: JobSummary) -> RenderableType:
     if summary.finish_reasons:
         facts["ended by"] = errors(summary.finish_reasons)
     if not summary.already_complete:
-        facts["tokens"] = f"{count(summary.prompt_tokens)} prompt, {count(summary.generated_tokens)} generated"
-        facts["time"] = f"{duration(summary.elapsed_s)} ({count(summary.tokens_per_s)} generated tok/s)"
+        facts |= _of_this_run(summary)
     warnings = [Text(f"warning: {line}", style="yellow") for line in summary.warnings]
     return Group(facts_view(facts), *warnings)
+
+
+def _of_this_run(summary: JobSummary) -> dict[str, str]:
+    """Tokens and time; where earlier runs have done rows, too, with the rows that they belong to."""
+    tokens = f"{count(summary.prompt_tokens)} prompt, {count(summary.generated_tokens)} generated"
+    time = f"{duration(summary.elapsed_s)} ({short(summary.tokens_per_s)} generated tok/s)"
+    if summary.rows_run == summary.rows_done:
+        return {"tokens": tokens, "time": time}
+    return {"this run": f"{plural(summary.rows_run, 'row')}; tokens: {tokens}; time: {time}"}
 
 
 def facts_view(facts: Mapping[str, str]) -> Table:

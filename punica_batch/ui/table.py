@@ -9,24 +9,46 @@ from typing import Any
 
 import fsspec
 import pyarrow.parquet as pq
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
 from punica_batch.config import JobConfig
 from punica_batch.types import JsonDict
 
+LOG_WIDTH = 100  # off a terminal
+_ROW = " row"  # the row's number among the columns; no input column is likely to have that name
 
-def output_table(output: str, config: JobConfig, limit: int) -> Table:
-    """The first ``limit`` rows of a finished output: adapter, prompt, answer or error. Cells are cut to the
-    terminal's width by rich; off a terminal they are whole, line breaks shown as ``⏎``."""
-    table = Table(box=None, pad_edge=False, header_style="bold", show_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("adapter", no_wrap=True, style="cyan")
-    # These two give way where it is narrow; their cells say themselves that they are cut, not wrapped.
-    table.add_column("prompt")
-    table.add_column("answer")
-    for row in islice(_rows(output, config, limit), limit):
-        table.add_row(*_cells(row, config))
-    return table
+
+class OutputTable:
+    """The first ``limit`` rows of a finished output: adapter, prompt, answer or error. Where the output carries no
+    prompt, the row's id stands there, or its number. Cells are cut to the terminal's width, elsewhere to a table of
+    100 columns; line breaks are shown as ``⏎``."""
+
+    def __init__(self, output: str, config: JobConfig, limit: int) -> None:
+        self._config = config
+        self._rows = list(islice(_rows(output, config, limit), limit))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield from console.render(self._table(), options if console.is_terminal else options.update(width=LOG_WIDTH))
+
+    def _table(self) -> Table:
+        config = self._config
+        carried = self._rows[0].keys() if self._rows else ()
+        named = config.lora_column in carried
+        asked = config.prompt_column in carried or config.messages_column in carried
+        other = next((name for name in ("custom_id", config.id_column, _ROW) if name in carried), _ROW)
+        table = Table(box=None, pad_edge=False, header_style="bold", show_edge=False, padding=(0, 2, 0, 0))
+        if named:
+            table.add_column("adapter", no_wrap=True, style="cyan")
+        # These two give way where it is narrow; their cells say themselves that they are cut, not wrapped.
+        table.add_column("prompt" if asked else other.strip())
+        table.add_column("answer")
+        for row in self._rows:
+            first = _prompt(row, config) if asked else row.get(other)
+            cells = [_cut(_one_line(first)), _answer(row, config)]
+            table.add_row(*([Text(_one_line(row[config.lora_column] or "(base)")), *cells] if named else cells))
+        return table
 
 
 def _rows(output: str, config: JobConfig, limit: int) -> Iterator[JsonDict]:
@@ -36,17 +58,20 @@ def _rows(output: str, config: JobConfig, limit: int) -> Iterator[JsonDict]:
             yield from (_openai_row(json.loads(line), config) for line in lines)
         return
     parts = sorted(filesystem.glob(f"{path}/part-*.parquet")) if filesystem.isdir(path) else [path]
+    number = 0
     for part in parts:
         with filesystem.open(part, "rb") as file:
             parquet = pq.ParquetFile(file)
             wanted = [name for name in _columns(config) if name in parquet.schema_arrow.names]
             for batch in parquet.iter_batches(batch_size=min(limit, 1024), columns=wanted):
-                yield from batch.to_pylist()
+                for row in batch.to_pylist():
+                    yield {**row, _ROW: number}
+                    number += 1
 
 
 def _columns(config: JobConfig) -> list[str]:
     prefix = config.output_prefix
-    carried = [config.lora_column, config.prompt_column, config.messages_column]
+    carried = [config.lora_column, config.prompt_column, config.messages_column, config.id_column]
     return [*carried, f"{prefix}generation", f"{prefix}error"]
 
 
@@ -57,31 +82,39 @@ def _openai_row(line: JsonDict, config: JobConfig) -> JsonDict:
     error = (line.get("error") or {}).get("message")
     return {
         config.lora_column: body.get("model"),
-        config.prompt_column: line.get("custom_id"),
+        "custom_id": line.get("custom_id"),
         f"{config.output_prefix}generation": answers,
         f"{config.output_prefix}error": error,
     }
 
 
-def _cells(row: JsonDict, config: JobConfig) -> tuple[Text, Text, Text]:
+def _prompt(row: JsonDict, config: JobConfig) -> Any:
     prompt = row.get(config.prompt_column)
     if prompt is None and (messages := row.get(config.messages_column)):
-        prompt = messages[-1].get("content")
+        return messages[-1].get("content")
+    return prompt
+
+
+def _answer(row: JsonDict, config: JobConfig) -> Text:
+    """One line, or one for each of several answers."""
     error = row.get(f"{config.output_prefix}error")
-    answer = row.get(f"{config.output_prefix}generation") if error is None else error
-    name = Text(_one_line(row.get(config.lora_column) or "(base)"))
-    return name, _cut(prompt), _cut(answer, "green" if error is None else "red")
+    if error is not None:
+        return _cut(f"✗ {_one_line(error)}", "red")
+    answer = row.get(f"{config.output_prefix}generation")
+    if not isinstance(answer, list):
+        return _cut(_one_line(answer), "green")
+    if len(answer) == 1:
+        return _cut(_one_line(answer[0]), "green")
+    return _cut("\n".join(f"{i}: {_one_line(each)}" for i, each in enumerate(answer, 1)), "green")
 
 
-def _cut(value: Any, style: str = "") -> Text:
-    return Text(_one_line(value), style=style, no_wrap=True, overflow="ellipsis")
+def _cut(text: str, style: str = "") -> Text:
+    return Text(text, style=style, no_wrap=True, overflow="ellipsis")
 
 
 def _one_line(value: Any) -> str:
     if value is None:
         return ""
-    if isinstance(value, list):
-        return " | ".join(_one_line(item) for item in value)
     text = value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
     # Control characters of an answer must not reach the terminal.
     return "".join(c if c.isprintable() else "⏎" if c == "\n" else " " for c in text.strip())

@@ -28,7 +28,7 @@ from punica_batch.workers.messages import (
 from punica_batch.workers.process import ChildProcess
 
 MAX_FAILED_STARTS = 3
-RATE_SECONDS = 5.0
+RATE_SECONDS = 10.0
 # A worker with work that says nothing for so long hangs: it speaks after every step, and no step takes minutes.
 SILENCE_SECONDS = 900.0
 RATE_MARK_SECONDS = 0.2
@@ -84,6 +84,8 @@ class Worker:
         self.take_back_pending = False
         self.process: ChildProcess | None = None
         self.heard_at = 0.0
+        self.prompt_tokens = 0  # these two over all its lives: a restart begins a new count of stats
+        self.generated_tokens = 0
         self._rate_marks: list[tuple[float, int]] = []
 
     @property
@@ -120,16 +122,19 @@ class Worker:
         return request.sampling.n * (request.num_prompt_tokens // size + 1)
 
     def observe(self, stats: WorkerStats) -> None:
+        self.prompt_tokens += stats.prompt_tokens - (self.stats.prompt_tokens if self.stats else 0)
+        self.generated_tokens += stats.generated_tokens - (self.stats.generated_tokens if self.stats else 0)
         self.stats = stats
         now = time.monotonic()
         if self._rate_marks and now - self._rate_marks[-1][0] < RATE_MARK_SECONDS:
             return
-        self._rate_marks = [m for m in self._rate_marks if now - m[0] < RATE_SECONDS] + [(now, stats.generated_tokens)]
+        recent = [m for m in self._rate_marks if now - m[0] < RATE_SECONDS] or self._rate_marks[-1:]
+        self._rate_marks = [*recent, (now, self.generated_tokens)]
 
     @property
     def tokens_per_s(self) -> float:
-        """Generated tokens a second over the last seconds."""
-        if len(self._rate_marks) < 2:
+        """Generated tokens a second over the last ten seconds, 0 without work."""
+        if len(self._rate_marks) < 2 or not self.outstanding:
             return 0.0
         (t0, n0), (t1, n1) = self._rate_marks[0], self._rate_marks[-1]
         return (n1 - n0) / (t1 - t0) if t1 > t0 else 0.0

@@ -218,3 +218,26 @@ def test_warnings_name_patterns_without_effect_or_dependent_on_order() -> None:
     assert "alpha_pattern keys 'q_proj', 'layers" in text
     assert LoraConfig.from_dict(lora_config()).warnings(MODULES) == []
     assert "lora_alpha is 0" in LoraConfig.from_dict(lora_config(lora_alpha=0)).warnings(MODULES)[0]
+
+
+SLOW = r"(\w|\.|[a-z])+[0-9]{2}"  # tries every way to read each letter
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"target_modules": SLOW},
+        {"exclude_modules": SLOW},
+        {"rank_pattern": {SLOW: 4}},
+        {"layers_to_transform": [0], "layers_pattern": SLOW},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_a_pattern_that_searches_for_ever_is_refused_in_time(
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ours, "_MATCH_SECONDS", 0.05)
+    config = LoraConfig.from_dict({"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"], **changes})
+    names = ["model.layers.0.self_attn.a_very_long_name_of_a_module_that_many_groups_can_share.q_proj"]
+    with pytest.raises(AdapterError, match="takes too long to match"):
+        config.targets(names)

@@ -85,6 +85,7 @@ def test_only_listed_names_ever_resolve(folder: Path, lora_id: str) -> None:
 def test_symlinks_out_of_the_registry_are_refused(folder: Path) -> None:
     (folder / "out").symlink_to(folder.parent / "outside")
     (folder / "dangling").symlink_to(folder / "nowhere")
+    (folder / "loop").symlink_to("loop")
     secret = folder.parent / "outside" / "adapter_config.json"
     (folder / "spam" / "adapter_config.json").unlink()
     (folder / "spam" / "adapter_config.json").symlink_to(secret)
@@ -92,6 +93,7 @@ def test_symlinks_out_of_the_registry_are_refused(folder: Path) -> None:
     assert "leaves the registry" in refused(registry, "out")
     assert "leaves the registry" in refused(registry, "spam")
     refused(registry, "dangling")
+    refused(registry, "loop")
     assert registry.names() == ["spam", "tone ü"]  # files are looked at when the adapter is asked for
 
 

@@ -81,6 +81,11 @@ def test_later_flags_are_refused_not_ignored(flag: str, capsys: pytest.CaptureFi
     assert "No such option" in capsys.readouterr().err
 
 
+def test_the_nearest_flag_is_proposed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.execute(["run", "x.parquet", "--max-token", "3"]) == 2
+    assert "No such option: --max-token; did you mean --max-tokens?" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["score", "simulate", "bench", "report"])
 def test_later_commands_are_absent(command: str) -> None:
     assert cli.execute([command, "x"]) == 2
@@ -226,7 +231,7 @@ def test_an_unexpected_error_is_one_short_line(
         (["run", "x", "--max-tokens", "many"], "--max-tokens"),
         (["run", "x", "--top-p", "3"], "--top-p must be less than or equal to 1"),
         (["run", "x", "--shard", "9/8"], "--shard must be I/N"),
-        (["run", "x", "--lora-modules", "a"], "--lora-modules must be NAME=VALUE"),
+        (["run", "x", "--lora-modules", "a"], "--lora-modules must be NAME=PATH"),
         (["run", "x", "--kv-cache-dtype", "fp8"], "--kv-cache-dtype must be"),
         (["frobnicate"], "frobnicate"),
         (["status"], "OUTPUT"),

@@ -143,9 +143,14 @@ def test_what_is_no_output_of_a_run(job: Path, capsys: pytest.CaptureFixture[str
     for arguments in (["status", "y.parquet"], ["retry", "y.parquet"]):
         assert cli.execute(arguments) == 4
         err = capsys.readouterr().err
-        assert "y.parquet is not the output of a run" in err
+        assert f"{job.parent}/y.parquet: there is no such output" in err
         assert err.count("\n") == 1
     assert not (job.parent / "y.parquet.punica").exists()
+    for arguments in (["status", job.name], ["retry", job.name]):
+        assert cli.execute(arguments) == 4
+        assert "rows.parquet is not the output of a run: there is no plan in" in capsys.readouterr().err
+    assert cli.execute(["status", "nowhere/"]) == 4
+    assert f"{job.parent}/nowhere/: there is no such output" in capsys.readouterr().err
 
 
 def test_retry_takes_up_the_same_job(job: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

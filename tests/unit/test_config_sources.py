@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from punica_batch.config import JobConfig
-from punica_batch.config_sources import JOB_FILE, find_job_file, load_config, nearest, parse_pairs, read_job_file
+from punica_batch.config import JobConfig, nearest
+from punica_batch.config_sources import JOB_FILE, find_job_file, load_config, parse_pairs, read_job_file
 from punica_batch.errors import ConfigError, UsageError
 
 
@@ -125,7 +126,17 @@ def test_keys_may_be_written_as_the_flags_are(here: Path) -> None:
         ('kv_cache_dtype = "fp8"', "'kv_cache_dtype' must be"),
         ('max_errors = "many"', "'max_errors' must be a number of rows (20) or a share of them (5%)"),
         ('shard = "3/2"', "'shard' must be I/N"),
-        ("[sampling]\ntop_p = 1.0", "unknown key 'sampling'"),
+        ("[sampling]\ntop_p = 1.0", "keys are top-level, there is no table [sampling]"),
+        ("temperature = inf", "'temperature' must be a finite number, not inf"),
+        ("temperature = nan", "'temperature' must be"),
+        ("max_runtime = inf", "'max_runtime' must be a finite number"),
+        ('stop = [""]', "'stop' must be a list of non-empty strings"),
+        ("max_tokens = 99999999999999999999", "'max_tokens' must be less than or equal to 2147483647"),
+        ("top_k = 2147483648", "'top_k' must be less than or equal to 2147483647"),
+        ("seed = 99999999999999999999", "'seed' must be less than 18446744073709551616"),
+        ('max_errors = "1e5"', "'max_errors' must be a number of rows"),
+        ('output = ""', "'output' is empty"),
+        ('model = ""', "'model' is empty"),
         ("top_p =", "cannot be read as TOML"),
     ],
 )
@@ -143,6 +154,9 @@ def test_secrets_are_not_repeated(here: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         read_job_file(here / "x.toml")
     assert "123456" not in str(caught.value)
+    with pytest.raises(ConfigError) as job_file:
+        load_config([], {}, config="https://user:pa@hunter2@host/x.toml?token=hunter2", environ={})
+    assert str(job_file.value) == "https://host/x.toml: no such job file; check --config"
     with pytest.raises(UsageError) as usage:
         parse_pairs("--storage-option", ["hunter2"])
     assert "hunter2" not in str(usage.value)
@@ -151,6 +165,8 @@ def test_secrets_are_not_repeated(here: Path) -> None:
 def test_flag_out_of_range_is_a_usage_error_that_names_the_flag(here: Path) -> None:
     with pytest.raises(UsageError, match=r"--top-p must be less than or equal to 1, not 3\.0"):
         load_config(["x"], {"top_p": 3.0}, environ={})
+    with pytest.raises(UsageError, match="--output is empty"):
+        load_config(["x"], {"output": ""}, environ={})
     with pytest.raises(UsageError, match=r"--pack must be 'busiest' or 'spread'; the nearest valid one is 'spread'"):
         load_config(["x"], {"pack": "sprad"}, environ={})
 
@@ -158,10 +174,26 @@ def test_flag_out_of_range_is_a_usage_error_that_names_the_flag(here: Path) -> N
 def test_pairs() -> None:
     assert parse_pairs("--lora-modules", ["a=/x=y", "b=s3://c"]) == {"a": "/x=y", "b": "s3://c"}
     for wrong in (["a"], ["=x"], ["a="], ["a=1", "a=2"]):
-        with pytest.raises(UsageError, match="--lora-modules"):
+        with pytest.raises(UsageError, match=r"--lora-modules (must be NAME=PATH|names)"):
             parse_pairs("--lora-modules", wrong)
 
 
 def test_nearest_always_names_something() -> None:
     assert nearest("zzzz") in JobConfig.model_fields
     assert nearest("max_seqs") == "max_num_seqs"
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"max_token": 3}, "JobConfig: 'max_token' is unknown; the nearest valid one is 'max_tokens'"),
+        ({"top_p": 3.0}, "JobConfig: 'top_p' must be less than or equal to 1, not 3.0"),
+        ({"dtype": "flot16"}, "JobConfig: 'dtype' must be 'auto', 'float32', 'float16' or 'bfloat16'; the nearest"),
+    ],
+)
+def test_a_wrong_field_in_python_is_one_line_of_ours(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        JobConfig(**values)
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+    assert "http" not in str(caught.value)

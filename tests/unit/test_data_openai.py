@@ -19,7 +19,7 @@ from punica_batch.data.openai_request import parse_line
 from punica_batch.data.paths import default_output
 from punica_batch.data.source import Source
 from punica_batch.data.state import JobState
-from punica_batch.errors import InputError, UsageError
+from punica_batch.errors import InputError, JobError, UsageError
 from punica_batch.types import RowResult
 
 pytestmark = pytest.mark.usefixtures("no_fsync")
@@ -260,3 +260,16 @@ def test_kinds_do_not_mix(tmp_path: Path) -> None:
     config = JobConfig(inputs=(str(tmp_path / "in.parquet"),), output=f"{tmp_path}/o.jsonl")
     with pytest.raises(UsageError, match=r"a \.jsonl output needs OpenAI batch input"):
         JobState.open(config, {}, source=Source.open(config))
+
+
+def test_lines_that_change_during_the_run_are_not_read(tmp_path: Path) -> None:
+    write_lines(tmp_path / "in.jsonl", 40)
+    source = Source.open(JobConfig(inputs=(str(tmp_path / "in.jsonl"),)))
+    batches = source.batches(0, source.num_rows, batch_rows=8)
+    next(batches)
+    write_lines(tmp_path / "new.jsonl", 40)
+    (tmp_path / "new.jsonl").replace(tmp_path / "in.jsonl")
+    with pytest.raises(JobError, match=r"input .*in\.jsonl changed while the job ran"):
+        list(source.batches(8, 40))
+    with pytest.raises(JobError, match="changed while the job ran"):
+        source.check_unchanged(0, 40)

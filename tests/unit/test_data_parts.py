@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from punica_batch.data.rowgroups import data_bytes, row_groups
 from punica_batch.data.schema import output_schema, result_schema, results_to_batch
 from punica_batch.data.source import Source
 from punica_batch.data.state import JobState
-from punica_batch.errors import DiskFull, InputError
+from punica_batch.errors import DiskFull, InputError, StoreAway
 
 pytestmark = pytest.mark.usefixtures("no_fsync")
 
@@ -243,6 +244,24 @@ def test_a_full_disk_leaves_no_partial_part(tmp_path: Path, monkeypatch: pytest.
     assert list((tmp_path / "out" / "_punica" / "staging").iterdir()) == []
     data_job.run(config)
     assert pq.read_table(tmp_path / "out").num_rows == 90
+
+
+def test_another_fault_in_the_middle_of_a_part_keeps_its_own_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store that goes away while a part is written is not a fault of the disk that the part is on."""
+    path = write(pa.table({"prompt": ["a"] * 9}), tmp_path / "in.parquet")
+    config = JobConfig(inputs=(str(path),), output=f"{tmp_path}/out/", rows_per_shard=3)
+
+    def away(*args: object, **kwargs: object) -> Iterator[pa.RecordBatch]:
+        raise StoreAway("the input's store does not answer")
+        yield
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Source, "batches", away)
+        with pytest.raises(StoreAway, match="the input's store"):
+            data_job.run(config)
+    assert data_job.run(config)["finished"]
 
 
 def test_an_empty_input_gives_an_empty_output(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from punica_batch.data.finish import read_success
 from punica_batch.data.retry import Retry
 from punica_batch.data.source import Source
 from punica_batch.data.state import JobState
+from punica_batch.errors import JobError
 
 FAILED = [row for row in range(100) if row % 11 == 7]
 
@@ -173,3 +174,17 @@ def test_a_killed_retry_does_no_harm(server: Server, tmp_path: Path, output: str
     with opened(config) as state:
         assert state.success is not None
         assert (state.success.rows, state.success.error_rows) == (100, 0)
+
+
+def test_a_retry_beside_a_changed_input_replaces_nothing(tmp_path: Path) -> None:
+    path = write(numbered(0, 100), tmp_path / "in.parquet")
+    config = JobConfig(inputs=(str(path),), output=f"{tmp_path}/out.parquet", rows_per_shard=30)
+    data_job.run(config)
+    before = (tmp_path / "out.parquet").read_bytes()
+    with JobState.open(config, data_job.BINDING, source=Source.open(config), forget_errors=True) as state:
+        again = Retry(state)
+        again.journal.append([data_job.mended(row) for row in again.rows.tolist()])
+        write(numbered(100, 200), path)
+        with pytest.raises(JobError, match="changed while the job ran"):
+            again.apply()
+    assert (tmp_path / "out.parquet").read_bytes() == before

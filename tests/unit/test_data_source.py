@@ -45,7 +45,7 @@ def test_files_folders_and_globs_have_a_fixed_order(tmp_path: Path) -> None:
         ".hidden.parquet",
         "_tmp.parquet",
         "_punica/p.parquet",
-        "a.parquet.punica/parts/q.parquet",
+        "z.parquet.punica/parts/q.parquet",
         "b/.x/y.parquet",
     ):
         write(numbered(900, 901), tmp_path / name)
@@ -71,6 +71,29 @@ def test_the_jobs_own_output_is_not_its_input(tmp_path: Path) -> None:
     assert [Path(file.path).name for file in whole.files] == ["in.parquet", "out.parquet"]
     with pytest.raises(UsageError, match="is the input"):
         Source.open(JobConfig(inputs=(f"{tmp_path}/in.parquet",), output=f"{tmp_path}/in.parquet"))
+
+
+def test_outputs_of_other_jobs_are_no_input(tmp_path: Path) -> None:
+    write(numbered(0, 5), tmp_path / "d" / "in.parquet")
+    for name in ("x.parquet", "y/part-00000.parquet", "z/x.pq"):
+        write(numbered(5, 9), tmp_path / "d" / name)
+    for state in ("x.parquet.punica", "y/_punica", "z/x.pq.punica"):
+        (tmp_path / "d" / state).mkdir()
+        (tmp_path / "d" / state / "plan.json").write_text("{}")
+    folder = JobConfig(inputs=(f"{tmp_path}/d",), output=f"{tmp_path}/o/")
+    assert [Path(file.path).name for file in Source.open(folder).files] == ["in.parquet"]
+    named = JobConfig(inputs=(f"{tmp_path}/d/y", f"{tmp_path}/d/x.parquet"), output=f"{tmp_path}/o/")
+    assert Source.open(named).num_rows == 8
+
+
+def test_the_jobs_own_output_is_known_behind_a_link(tmp_path: Path) -> None:
+    write(numbered(0, 5), tmp_path / "d" / "in.parquet")
+    write(numbered(5, 9), tmp_path / "d" / "o.parquet")
+    (tmp_path / "link").symlink_to(tmp_path / "d")
+    config = JobConfig(inputs=(f"{tmp_path}/d",), output=f"{tmp_path}/link/o.parquet")
+    assert [Path(file.path).name for file in Source.open(config).files] == ["in.parquet"]
+    with pytest.raises(UsageError, match="is the input"):
+        Source.open(config.model_copy(update={"inputs": (f"{tmp_path}/d/o.parquet",)}))
 
 
 def test_hive_partitions_become_columns(tmp_path: Path) -> None:
@@ -430,3 +453,19 @@ def test_identity_needs_no_whole_read(tmp_path: Path) -> None:
     assert Source.open(config).files[0].mtime == "1"
     write(numbered(1, 101), path)
     assert Source.open(config).files[0].footer != first.footer
+
+
+def test_a_remote_file_that_changes_is_not_read_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = fsspec.filesystem("memory")
+    with store.open("/swap/in.parquet", "wb") as file:
+        pq.write_table(numbered(0, 100), file, row_group_size=50)
+    source = Source.open(JobConfig(inputs=("memory://swap/in.parquet",), output="o/"))
+    source.check_unchanged(0, 100)
+    batches = source.batches(0, 100, batch_rows=10)
+    next(batches)
+    with store.open("/swap/in.parquet", "wb") as file:
+        pq.write_table(numbered(100, 200), file, row_group_size=50)
+    with pytest.raises(JobError, match=r"memory://swap/in\.parquet changed while"):
+        list(batches)
+    with pytest.raises(JobError, match=r"memory://swap/in\.parquet changed while"):
+        source.check_unchanged(0, 1)

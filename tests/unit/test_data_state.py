@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -25,7 +26,7 @@ from punica_batch.data.lock import FileLock, Lease
 from punica_batch.data.source import Source
 from punica_batch.data.state import JobState
 from punica_batch.data.store import RemoteStore
-from punica_batch.errors import BindingError, JobError, OutputLocked, StoreAway, UsageError
+from punica_batch.errors import BindingError, InputError, JobError, OutputLocked, StoreAway, UsageError
 
 pytestmark = pytest.mark.usefixtures("no_fsync")
 
@@ -111,8 +112,8 @@ def test_a_finished_output_is_left_alone(config: JobConfig) -> None:
 CHANGES = [
     ({"temperature": 0.5}, r"temperature was 0\.0, is 0\.5"),
     ({"limit": 50}, "limit was null, is 50"),
-    ({"rows_per_shard": 10}, "rows_per_shard was 30, is 10"),
-    ({"prompt_template": "secret words {prompt}"}, "prompt_template has changed"),
+    ({"rows_per_shard": 10}, "--rows-per-shard was 30, is 10"),
+    ({"prompt_template": "secret words {prompt}"}, "--prompt-template has changed"),
     ({"columns": ("k",)}, "columns was null, is"),
     ({"shard": "1/2"}, "the N of --shard I/N was 1, is 2"),
 ]
@@ -208,10 +209,69 @@ def test_a_lost_part_is_an_error(tmp_path: Path) -> None:
     config = JobConfig(inputs=(str(path),), output=f"{tmp_path}/out/", rows_per_shard=30)
     data_job.run(config)
     (tmp_path / "out" / "part-00001.parquet").unlink()
-    with pytest.raises(JobError, match=r"part-00001\.parquet is gone"):
+    with pytest.raises(BindingError, match=r"part-00001\.parquet is gone.*--overwrite"):
         data_job.run(config)
     assert data_job.run(update(config, overwrite=True))["finished"]
     check_output(config)
+
+
+@pytest.mark.parametrize("finished", [True, False])
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_part_that_is_not_as_it_was_is_refused(config: JobConfig, finished: bool, lost: bool) -> None:
+    is_single = config.output.endswith("parquet")
+    if finished and is_single:
+        return
+    with opened(config) as state:
+        state.journal.append([data_job.result(row, config) for row in range(100 if finished else 70)])
+        assert len(state.commit_ready()) == (4 if finished else 2)
+        if finished:
+            state.finish()
+    part = Path(config.output + (".punica/parts" if is_single else "")) / "part-00001.parquet"
+    if lost:
+        part.unlink()
+    else:
+        part.write_bytes(part.read_bytes() + b"x")
+    with pytest.raises(BindingError, match=r"part-00001\.parquet (is gone|has \d+ bytes, not).*--overwrite"):
+        data_job.run(config)
+    assert data_job.run(update(config, overwrite=True))["finished"]
+    check_output(config)
+
+
+@pytest.mark.parametrize("name", ["plan.json", "_SUCCESS"])
+@pytest.mark.parametrize("content", [b'{"format": 1', b"[]"])
+def test_damaged_state_is_refused_until_overwritten(config: JobConfig, name: str, content: bytes) -> None:
+    data_job.run(config)
+    state = Path(config.output + ".punica" if config.output.endswith("parquet") else config.output + "_punica")
+    path = state.parent / name if name == "_SUCCESS" and config.output.endswith("/") else state / name
+    assert path.exists()
+    path.write_bytes(content)
+    with pytest.raises(BindingError, match=f"{name} is damaged: start over with --overwrite"):
+        data_job.run(config)
+    assert data_job.run(update(config, overwrite=True))["finished"]
+    check_output(config)
+
+
+@pytest.mark.parametrize("name", ["mine.parquet", "part-1.parquet", "sub/part-00000.parquet", "more.pq"])
+def test_a_folder_with_foreign_parquet_files_is_no_output(tmp_path: Path, name: str) -> None:
+    path = write(numbered(0, 100), tmp_path / "in.parquet")
+    config = JobConfig(inputs=(str(path),), output=f"{tmp_path}/out/", rows_per_shard=30)
+    data_job.run(config)
+    foreign = write(numbered(0, 3), tmp_path / "out" / name)
+    (foreign.parent / "loop").symlink_to(foreign.parent)
+    for overwrite in (False, True):
+        with pytest.raises(BindingError, match=f"out/{name} would be read as part of the output"):
+            data_job.run(update(config, overwrite=overwrite))
+    foreign.unlink()
+    (foreign.parent / "loop").unlink()
+    assert data_job.run(update(config, overwrite=True))["finished"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("c::d.parquet", "chain of stores"), ("/", "whole file system"), ("//", "whole file system")]
+)
+def test_what_is_no_output_is_refused(tmp_path: Path, name: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Layout.of(JobConfig(inputs=("in.parquet",), output=name))
 
 
 def test_one_run_at_a_time(config: JobConfig) -> None:
@@ -491,3 +551,64 @@ def test_layouts(tmp_path: Path) -> None:
     remote = layout("memory://b/x.parquet", work_dir=str(tmp_path))
     assert remote.local.parent == tmp_path
     assert remote.shown == "memory://b/x.parquet"
+
+
+@pytest.mark.usefixtures("no_fsync")
+@pytest.mark.parametrize("begun", ["in.parquet", "link/in.parquet"])
+def test_one_file_under_several_names_is_one_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: str) -> None:
+    (tmp_path / "real" / "sub").mkdir(parents=True)
+    (tmp_path / "real" / "link").symlink_to(tmp_path / "real")
+    pq.write_table(pa.table({"prompt": [f"p{i}" for i in range(30)]}), tmp_path / "real" / "in.parquet")
+    monkeypatch.chdir(tmp_path / "real")
+    data_job.run(JobConfig(inputs=(begun,), rows_per_shard=10), stop_after=14)
+    (tmp_path / "deep").symlink_to(tmp_path / "real" / "sub")
+    monkeypatch.chdir(tmp_path / "deep")
+    names = [
+        "../in.parquet",
+        str(tmp_path / "real" / "in.parquet"),
+        "../link/in.parquet",
+        f"{tmp_path}/deep/../in.parquet",
+    ]
+    left = [data_job.run(JobConfig(inputs=(name,), rows_per_shard=10), stop_after=0)["ran"] for name in names]
+    assert left == [0] * 4, "no BindingError"
+    with pytest.raises(InputError, match=f"no such file or folder: {tmp_path}/real/no.parquet"):
+        Source.open(JobConfig(inputs=("../no.parquet",)))
+    assert data_job.run(JobConfig(inputs=(names[0],), rows_per_shard=10)) == {"ran": 16, "finished": True}
+
+
+@pytest.mark.parametrize("how", ["moved", "overwritten", "gone"])
+def test_an_input_that_changes_during_the_run_gives_nothing_more(config: JobConfig, tmp_path: Path, how: str) -> None:
+    path = tmp_path / "in.parquet"
+    kept = tmp_path / "kept"
+    with opened(config) as state:
+        state.journal.append([data_job.result(row, config) for row in range(60)])
+        state.journal.sync()
+        assert len(state.commit_ready(limit=1)) == 1
+        os.link(path, kept)
+        if how == "overwritten":
+            content = path.read_bytes()
+            path.write_bytes(content[:300] + bytes(50) + content[350:])
+        elif how == "moved":
+            os.replace(write(numbered(100, 200), tmp_path / "new"), path)
+        else:
+            path.unlink()
+        with pytest.raises(JobError, match=r"input .*in\.parquet changed while the job ran: bring the old file back"):
+            state.commit_ready()
+        with pytest.raises(JobError, match="changed while"):
+            list(state.source.work_batches(60, 100))
+        assert state.committed == 1
+    if how == "overwritten":
+        return
+    os.replace(kept, path)
+    assert data_job.run(config)["ran"] == 40
+    check_output(config)
+
+
+def test_a_part_that_carries_nothing_is_not_committed_beside_a_changed_input(config: JobConfig, tmp_path: Path) -> None:
+    bare = update(config, columns=())
+    with opened(bare) as state:
+        state.journal.append([data_job.result(row, bare) for row in range(30)])
+        write(numbered(100, 200), tmp_path / "in.parquet")
+        with pytest.raises(JobError, match="changed while"):
+            state.commit_ready()
+        assert state.committed == 0

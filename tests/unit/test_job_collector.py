@@ -32,7 +32,10 @@ def make(
         assert not journal.present.count(0, 10) or bound
         bound.append(dict(digests))
 
-    return Collector(journal, bind=bind, commit=lambda: None, errors_before=errors_before, max_errors=max_errors)
+    return Collector(
+        journal, bind=bind, commit=lambda: None, errors_before=errors_before, max_errors=max_errors,
+        allowance="--max-errors 2% of 100 rows allows 2",
+    )  # fmt: skip
 
 
 def good(row: int, lora_id: str | None, sha256: str | None) -> tuple[Request, RowResult]:
@@ -59,7 +62,7 @@ def test_digests_are_bound_once_and_before_their_rows(journal: Journal) -> None:
 def test_too_many_errors_stop_the_job_with_all_of_them_kept(journal: Journal, tmp_path: Path) -> None:
     collector = make(journal, [], errors_before=1)
     collector.add_results([bad(3)])
-    with pytest.raises(JobError, match=r"3 rows have failed, --max-errors allows 2; row 5: null_prompt"):
+    with pytest.raises(JobError, match=r"3 rows have failed, --max-errors 2% of 100 rows allows 2; row 5: null_prompt"):
         collector.add_results([bad(5)])
     assert collector.errors == {"null_prompt": 2}
     again = Journal(tmp_path / "journal", journal.schema)

@@ -201,6 +201,12 @@ class TestResolve:
         with pytest.raises(ModelError, match="does not exist"):
             resolve_model(name)
 
+    def test_no_credentials_are_shown_and_the_right_flag_is_named(self) -> None:
+        with pytest.raises(ModelError) as caught:
+            resolve_model("https://user:hunter2@host/a/b?token=hunter2", kind="tokenizer")
+        assert str(caught.value).startswith("tokenizer folder https://host/a/b does not exist: give --tokenizer ")
+        assert "hunter2" not in str(caught.value)
+
     def test_offline_is_one_clear_line(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def offline(*args: object, **kwargs: object) -> str:
             raise OSError("a long\nstory")

@@ -34,14 +34,27 @@ def test_all_adapters_stay_and_the_rest_is_kv() -> None:
     assert got.num_blocks == 550
     assert got.max_num_seqs == 55  # rows of 10 blocks
     assert got.adapters_fit == 59  # beside the 10 blocks of one row
-    assert got.reasons[1] == "5 adapter slots of 10.0 MiB for the job's 5: all stay loaded (at most 59 fit)"
+    assert got.reasons == (
+        "400.0 MiB for the base model and 0 B to compute in, of 1000.0 MiB that a worker may use",
+        "50.0 MiB for 5 adapters at a time, 10.0 MiB each: all adapters of the job stay loaded (59 would fit)",
+        "55 answers generated at a time: the KV cache has room for so many of average length",
+        "550.0 MiB for the KV cache, 550 blocks of 16 tokens: all memory that is left",
+    )
+    few = plan(total_bytes=100_000 * MIB, num_sequences=7)
+    assert few.reasons[2] == "7 answers generated at a time: the job has no more"
+    assert few.reasons[3].endswith(": enough for all of them at the full length of 160 tokens")
 
 
 def test_many_adapters_get_a_quarter_and_the_plan_says_so() -> None:
     got = plan(num_adapters=300)
     assert got.max_loras == 15
-    assert "15 adapter slots of 10.0 MiB for the job's 300: a quarter" in got.reasons[1]
-    assert "the others load on demand" in got.reasons[1]
+    assert got.reasons[1] == (
+        "150.0 MiB for 15 adapters at a time, 10.0 MiB each: a quarter of what the base model leaves; "
+        "the job has 300, which take turns; --max-loras changes it (59 would fit)"
+    )
+    assert plan(num_adapters=300, max_loras=1).reasons[1] == (
+        "10.0 MiB for 1 adapter at a time, 10.0 MiB each: --max-loras says so (59 would fit)"
+    )
     assert plan(num_adapters=300, slot_bytes=1).max_loras == 256
     # two slots although they take more than a quarter, so that one loads while one runs
     assert plan(num_adapters=300, slot_bytes=200 * MIB).max_loras == 2

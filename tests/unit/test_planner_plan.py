@@ -37,7 +37,7 @@ def make_plan() -> Plan:
         samples=700,
         tokens=token_estimate([10, 20, 30], [256, 256, 256], rows=700, exact=False),
         adapters=adapters,
-        errors=expected_errors(adapters, {"overlong": 2, "unknown_adapter": 1}, limit=20),
+        errors=expected_errors(adapters, {"overlong": 2, "unknown_adapter": 1}, limit=20, allowance="20"),
         placement=placement_summary("cpu", ["00", "01", "02", "03"], samples=700, max_num_seqs=256, pack="busiest"),
         memory=memory_plan(
             total_bytes=1000,
@@ -72,10 +72,11 @@ def test_adapters_are_ranked_counted_and_their_problems_all_listed() -> None:
 
 
 def test_expected_errors_join_adapters_and_rows_by_code() -> None:
-    got = expected_errors(adapter_summary(ADAPTERS, exact=True), {"overlong": 2, "unknown_adapter": 1}, limit=21)
+    adapters = adapter_summary(ADAPTERS, exact=True)
+    got = expected_errors(adapters, {"overlong": 2, "unknown_adapter": 1}, limit=21, allowance="21")
     assert got.by_code == {"bad_adapter": 7, "overlong": 2, "unknown_adapter": 13}
     assert (got.rows, got.stops) == (22, True)
-    assert not expected_errors(adapter_summary([], exact=True), {}, limit=0).stops
+    assert not expected_errors(adapter_summary([], exact=True), {}, limit=0, allowance="none").stops
 
 
 def test_busiest_leaves_workers_idle_that_a_small_job_does_not_need() -> None:
@@ -102,7 +103,7 @@ def test_json_is_plain_stable_and_complete() -> None:
     assert json.loads(json.dumps(got)) == got
     assert list(got) == [
         "schema_version", "model", "inputs", "rows", "samples", "tokens", "adapters", "errors", "placement",
-        "memory", "window", "parts", "previews", "warnings",
+        "memory", "window", "parts", "previews", "warnings", "option_columns",
     ]  # fmt: skip
     assert got["schema_version"] == 1
     assert got["inputs"] == [{"path": "in.parquet", "nbytes": 1234, "rows": 700}]
@@ -110,6 +111,7 @@ def test_json_is_plain_stable_and_complete() -> None:
     assert got["adapters"]["top"][0] == {"lora_id": "a24", "rows": 34, "rank": 8, "nbytes": 1000, "problem": None}
     assert got["errors"] == {
         "rows": 22, "by_code": {"bad_adapter": 7, "overlong": 2, "unknown_adapter": 13}, "limit": 20, "stops": True,
+        "allowance": "20",
     }  # fmt: skip
     assert got["placement"]["workers_used"] == 3
     assert got["memory"]["num_blocks"] == 88  # 22 rows of full length

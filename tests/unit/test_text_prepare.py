@@ -22,6 +22,7 @@ from punica_batch.text.settings import TextSettings
 from punica_batch.text.templates import check_text, template_columns
 from punica_batch.types import AdapterSpec, SamplingParams
 
+MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 SYSTEM = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% if 0 %}x{% endif %}{% endfor %}{% endfor %}"
 
@@ -233,6 +234,48 @@ def test_a_row_with_a_prompt_and_messages_is_refused(folder: Path) -> None:
     assert codes(prepared) == {0: "bad_messages", 2: "null_prompt"}
 
 
+def test_only_the_chosen_kind_of_column_is_read(folder: Path) -> None:
+    """A template may name the other column: that makes it text, and no chat."""
+    talk = [{"role": "user", "content": "hi"}]
+    specs = {"a": AdapterSpec("a", "x", prompt_template="{prompt}: {messages}")}
+    columns = {"messages": [talk], "prompt": ["said"], "lora_id": ["a"]}
+    preparer = make(folder, adapters=specs, is_messages=False)
+    assert texts(preparer, run(preparer, **columns)) == ['said: [{"role": "user", "content": "hi"}]']
+    (text,) = texts(preparer.reading(True), run(preparer.reading(True), **columns))
+    assert "hi" in text
+    assert "said" not in text
+
+
+@pytest.mark.parametrize("is_messages", [True, None])
+def test_null_messages_are_no_prompt_whatever_the_adapters_template_says(
+    folder: Path, is_messages: bool | None
+) -> None:
+    specs = {"a": AdapterSpec("a", "x", prompt_template="Q {prompt}")}
+    preparer = make(folder, adapters=specs, is_messages=is_messages)
+    columns = {"chat": pa.array([None], MESSAGES), "lora_id": ["a"], "__error__": pa.nulls(1, pa.string())}
+    prepared = run(Preparer(replace(preparer._settings, messages_column="chat")), **columns)
+    assert [result.error for result in prepared.errors] == ["null_prompt: column 'chat' is null"]
+
+
+def test_prompt_in_a_template_is_the_prompt_column_whatever_its_name(folder: Path) -> None:
+    specs = {"a": AdapterSpec("a", "x", prompt_template="Q {prompt}")}
+    preparer = make(folder, adapters=specs, prompt_column="text")
+    assert texts(preparer, run(preparer, text=["t"], lora_id=["a"])) == ["Q t"]
+    assert texts(preparer, run(preparer, text=["t"], prompt=["p"], lora_id=["a"])) == ["Q p"], "its own comes first"
+    check_text(preparer._settings, ["text"], ["a"])
+    prepared = run(preparer, body=["t"], lora_id=["a"], __error__=pa.nulls(1, pa.string()))
+    (failed,) = prepared.errors
+    assert str(failed.error).startswith("template_failed: ")
+    assert "__error__" not in str(failed.error)
+
+
+def test_only_a_near_name_is_proposed() -> None:
+    with pytest.raises(InputError, match=r"'prompt'; did you mean \{promt\}\?"):
+        PromptTemplate("{prompt}").sources(["promt"], "text")
+    with pytest.raises(InputError, match=r"'prompt'; there are id, priority"):
+        PromptTemplate("{prompt}").sources(["priority", "id"], "text")
+
+
 def test_when_a_prompt_becomes_a_message(folder: Path) -> None:
     specs = {
         "plain": AdapterSpec("plain", "x"),
@@ -286,7 +329,7 @@ def test_no_chat_template_at_all(tmp_path: Path) -> None:
     prepared = run(preparer, messages=[[{"role": "user", "content": "x"}]])
     assert codes(prepared) == {0: "template_failed"}
     with pytest.raises(InputError, match="--chat-template"):
-        check_text(preparer._settings, ["messages", "id"], [None])
+        check_text(replace(preparer._settings, is_messages=True), ["messages", "id"], [None])
     check_text(preparer._settings, ["prompt", "messages"], [None])
 
 
@@ -316,9 +359,9 @@ def test_prompt_templates_that_do_not_parse(source: str) -> None:
 def test_a_prompt_template_reads_columns_and_nothing_else() -> None:
     for source in ("{prompt.__class__}", "{prompt[0]}", "{prompt!r}", "{prompt:>10}", "{0}"):
         with pytest.raises(InputError, match="no column"):
-            PromptTemplate(source).check(["prompt"])
+            PromptTemplate(source).sources(["prompt"], "prompt")
     template = PromptTemplate("{{{a}}} {b c}{a} {{x}}\n")
-    template.check(["b c", "a"])
+    assert template.sources(["b c", "a"], "prompt") == ("a", "b c")
     assert template.columns == ("a", "b c")
     assert template.render(["{b c}", "2"]) == "{{b c}} 2{b c} {x}\n"
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from punica_batch.config import JobConfig
 from punica_batch.ui.console import render
-from punica_batch.ui.table import output_table
+from punica_batch.ui.table import OutputTable
 
 ROWS = [
     {"lora_id": "topic", "prompt": "one\ntwo", "generation": "billing", "error": None},
@@ -23,7 +23,7 @@ SCHEMA = pa.schema([(name, pa.large_string()) for name in ROWS[0]])
 
 
 def shown(output: Path, config: JobConfig | None = None, limit: int = 10) -> str:
-    return render(output_table(str(output), config or JobConfig(), limit))
+    return render(OutputTable(str(output), config or JobConfig(), limit))
 
 
 def test_a_parquet_file(tmp_path: Path) -> None:
@@ -34,7 +34,7 @@ def test_a_parquet_file(tmp_path: Path) -> None:
     assert rows[0].split() == ["topic", "one⏎two", "billing"]
     assert rows[1].split() == ["(base)", "[b]x[/b]", "[31m", "a", "b"], "no markup, no control characters"
     assert "\x1b" not in text
-    assert rows[2].split(maxsplit=1) == ["nobody", "unknown_adapter: there is none"]
+    assert rows[2].split(maxsplit=1) == ["nobody", "✗ unknown_adapter: there is none"]
     assert len(shown(tmp_path / "x.parquet", limit=2).splitlines()) == 3
 
 
@@ -54,14 +54,41 @@ def test_several_samples_and_messages(tmp_path: Path) -> None:
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
     row = {"lora_id": "topic", "messages": messages, "generation": ["a", None, "c"], "error": None}
     pq.write_table(pa.Table.from_pylist([row]), tmp_path / "x.parquet")
-    (only,) = shown(tmp_path / "x.parquet").splitlines()[1:]
-    assert only.split(maxsplit=2) == ["topic", "hello", "a |  | c"]
+    header, *rows = shown(tmp_path / "x.parquet").splitlines()
+    assert rows[0].split(maxsplit=2) == ["topic", "hello", "1: a"]
+    assert [row.strip() for row in rows[1:]] == ["2:", "3: c"]
+    assert {row.index(number) for row, number in zip(rows, ("1:", "2:", "3:"), strict=True)} == {header.index("answer")}
 
 
-def test_columns_that_are_not_carried_are_left_empty(tmp_path: Path) -> None:
-    table = pa.Table.from_pylist(ROWS, schema=SCHEMA).select(["generation", "error"])
-    pq.write_table(table, tmp_path / "x.parquet")
-    assert shown(tmp_path / "x.parquet").splitlines()[1].split() == ["(base)", "billing"]
+def test_one_of_several_samples_has_no_number(tmp_path: Path) -> None:
+    row = {"lora_id": "topic", "prompt": "hello", "generation": ["a"], "error": None}
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "x.parquet")
+    assert shown(tmp_path / "x.parquet").splitlines()[1].split() == ["topic", "hello", "a"]
+
+
+def test_without_a_prompt_the_id_stands_there_or_the_rows_number(tmp_path: Path) -> None:
+    table = pa.Table.from_pylist(ROWS, schema=SCHEMA).append_column("key", pa.array([70, 71, 72]))
+    pq.write_table(table.select(["key", "lora_id", "generation", "error"]), tmp_path / "x.parquet")
+    header, first, *_ = shown(tmp_path / "x.parquet", JobConfig(id_column="key")).splitlines()
+    assert (header.split(), first.split()) == (["adapter", "key", "answer"], ["topic", "70", "billing"])
+    pq.write_table(table.select(["generation", "error"]), tmp_path / "x.parquet")
+    header, first, second, _ = shown(tmp_path / "x.parquet").splitlines()
+    assert header.split() == ["row", "answer"], "and no adapter is named where the output does not say it"
+    assert (first.split(), second.split()) == (["0", "billing"], ["1", "a", "b"])
+
+
+def test_an_output_without_rows(tmp_path: Path) -> None:
+    pq.write_table(SCHEMA.empty_table(), tmp_path / "x.parquet")
+    assert shown(tmp_path / "x.parquet").splitlines()[0].split() == ["row", "answer"]
+
+
+def test_off_a_terminal_rows_keep_to_100_columns(tmp_path: Path) -> None:
+    long = {"lora_id": "topic", "prompt": "word " * 200, "generation": "answer " * 100, "error": None}
+    pq.write_table(pa.Table.from_pylist([long] * 3, schema=SCHEMA), tmp_path / "x.parquet")
+    printed = shown(tmp_path / "x.parquet").splitlines()
+    assert len(printed) == 4
+    assert all(90 < len(line) <= 100 for line in printed[1:])
+    assert all(line.count("…") == 2 for line in printed[1:])
 
 
 def test_openai_lines(tmp_path: Path) -> None:
@@ -69,7 +96,8 @@ def test_openai_lines(tmp_path: Path) -> None:
     good = {"custom_id": "a", "response": {"status_code": 200, "body": body}, "error": None}
     bad = {"custom_id": "b", "response": None, "error": {"code": "bad_messages", "message": "no content"}}
     (tmp_path / "x.jsonl").write_text(f"{json.dumps(good)}\n{json.dumps(bad)}\n")
-    rows = shown(tmp_path / "x.jsonl").splitlines()[1:]
+    header, *rows = shown(tmp_path / "x.jsonl").splitlines()
+    assert header.split() == ["adapter", "custom_id", "answer"]
     assert rows[0].split() == ["topic", "a", "billing"]
     assert "no content" in rows[1]
 
@@ -80,7 +108,7 @@ def test_on_a_terminal_rows_keep_to_one_line(tmp_path: Path, width: int) -> None
     pq.write_table(pa.Table.from_pylist([long] * 3, schema=SCHEMA), tmp_path / "x.parquet")
     console = Console(width=width, force_terminal=True, color_system=None)
     with console.capture() as capture:
-        console.print(output_table(str(tmp_path / "x.parquet"), JobConfig(), 3))
+        console.print(OutputTable(str(tmp_path / "x.parquet"), JobConfig(), 3))
     printed = capture.get().splitlines()
     assert len(printed) == 4
     assert all(len(line) <= width for line in printed)
