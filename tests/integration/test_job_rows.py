@@ -147,7 +147,7 @@ def test_too_many_bad_rows_stop_the_job_with_what_is_done_kept(folder: Path) -> 
     job = Job(folder, "nulls.out.parquet", ("nulls.parquet",), env=FAKE)
     ended = job.run_quick("-q", "--max-errors", "20%")
     assert ended.code == 1, ended.stderr
-    assert "--max-errors allows 40" in ended.last_line
+    assert "--max-errors 20% of 200 rows allows 40" in ended.last_line
     assert "null_prompt" in ended.last_line
     ended = job.run_quick("-q", "--max-errors", "50%")
     assert ended.code == 3, ended.stderr
