@@ -11,6 +11,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
+from punica_batch_kernels.native.openmp import use_one_thread
 from punica_batch_kernels.sgmv.slot_table import SlotTables
 
 from punica_batch.engine.lora_pack import PackedAdapter, clear, install
@@ -51,7 +52,7 @@ class LoraStore:
         self._loads: dict[str, Future[PackedAdapter]] = {}  # started, not yet in a slot, oldest first
         self._requested: dict[str, None] = {}  # of _loads: those that go into a slot as soon as they can
         self._sha256: dict[str, str] = {}
-        self._executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="lora-load")
+        self._executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="lora-load", initializer=use_one_thread)
 
     # -- the scheduler's questions (AdapterSlots) --
 

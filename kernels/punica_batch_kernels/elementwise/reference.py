@@ -11,10 +11,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -
     """x / rms(x) * weight over the last dimension, the mean in float32 (Zhang and Sennrich 2019, equation 4).
 
     ``x`` [..., n], of which all but the last dimension may be strided; ``out``: of x's shape, may be ``x``.
-    On the CPU it rounds where Hugging Face does: to x's dtype before the weight is multiplied. On a GPU it is torch's
-    one kernel, which rounds once, at the end.
+    It rounds where Hugging Face does: to x's dtype before the weight is multiplied.
     """
-    if x.dtype == torch.float32 or x.is_cuda:
+    if x.dtype == torch.float32:
         result = functional.rms_norm(x, weight.shape, weight, eps)
     else:
         wide = x.float()

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from punica_batch_kernels.native.openmp import openmp_runtime
+
 _SOURCES = sorted((Path(__file__).parent / "csrc").glob("*.[ch]"))
 _FLAGS = ("-O3", "-march=native", "-shared", "-fPIC")
 
@@ -27,7 +29,9 @@ class Library:
 
     def __init__(self, path: Path) -> None:
         self._library = ctypes.CDLL(str(path))
-        self._parallel = _torch_openmp()
+        # a second pool of threads would fight with torch's for the cores; without the runtime: one thread
+        runtime = openmp_runtime()
+        self._parallel = None if runtime is None else ctypes.cast(runtime.GOMP_parallel, ctypes.c_void_p).value
 
     def function(self, name: str, arguments: str, *, threads: bool = True) -> Any:
         """``arguments``: a letter each, p an address or None, l an int64, f a float; without those of ``threads``."""
@@ -77,13 +81,3 @@ def _cpu_features() -> str:
     """What ``-march=native`` may use: a cache folder can be shared by machines of several kinds."""
     match = re.search(r"^(?:flags|Features)\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return match[1] if match else ""
-
-
-def _torch_openmp() -> int | None:
-    """The address of GOMP_parallel in the OpenMP runtime that torch has loaded: a second pool of threads would fight
-    with torch's for the cores. None: one thread."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        if "libgomp" in line:
-            runtime = ctypes.CDLL(line.split(maxsplit=5)[5])
-            return ctypes.cast(runtime.GOMP_parallel, ctypes.c_void_p).value
-    return None
