@@ -44,9 +44,6 @@ class RowSet:
         bitmap = self._chunks.get(chunk)
         return bitmap is not None and bool(bitmap[offset >> 3] >> (offset & 7) & 1)
 
-    def contains(self, row: int) -> bool:
-        return row in self
-
     def contains_many(self, rows: ArrayLike) -> NDArray[np.bool_]:
         """bool [len(rows)]: which of ``rows`` are in the set."""
         numbers = np.asarray(rows, dtype=np.int64)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 
 import numpy as np
+from numpy.typing import NDArray
 
 from punica_batch.config import JobConfig
 from punica_batch.data.retry import Retry
@@ -37,8 +38,9 @@ def retry_job(config: JobConfig, progress: Progress | None = None) -> JobSummary
         with JobState.open(config, binding(job, devices), source=job.source, forget_errors=True) as state:
             retry = Retry(state)
             loops = []
-            if len(retry.rows):
-                loops.append(_rerun(job, devices, state, retry, progress, stop, began))
+            rows = retry.rows  # reads the output: once
+            if len(rows):
+                loops.append(_rerun(job, devices, state, retry, rows, progress, stop, began))
             retry.apply()
             if not state.is_finished:
                 loops += finish_run(job, devices, state, progress, stop, began, rebind=True)
@@ -50,12 +52,12 @@ def _rerun(
     devices: list[Device],
     state: JobState,
     retry: Retry,
+    rows: NDArray[np.int64],
     progress: Progress,
     stop: StopRequest,
     began: float,
 ) -> Loop:
-    """Runs what is left of the error rows into the retry's own journal."""
-    rows = retry.rows
+    """Runs ``rows``, what is left of the error rows, into the retry's own journal."""
     progress.update(Snapshot(rows_total=len(rows), elapsed_s=time.monotonic() - began))
     start, last = int(rows[0]), int(rows[-1]) + 1
     done = RowSet()

@@ -36,10 +36,11 @@ def run_job(config: JobConfig, progress: Progress | None = None) -> JobSummary:
     began = time.monotonic()
     with StopRequest(config.max_runtime) as stop:
         job = open_job(config)
-        is_finished = not config.overwrite and finished_binding(config) is not None
-        devices = [] if is_finished else find_devices(config, progress.note)
+        finished = None if config.overwrite else finished_binding(config)
+        devices = [] if finished is not None else find_devices(config, progress.note)
         is_strict = config.on_error == "raise"  # then the row that stopped an earlier run is tried again
-        with JobState.open(config, binding(job, devices), source=job.source, forget_errors=is_strict) as state:
+        bound = binding(job, devices, finished)
+        with JobState.open(config, bound, source=job.source, forget_errors=is_strict) as state:
             loops = []
             if not state.is_finished:
                 devices = devices or find_devices(config, progress.note)

@@ -12,7 +12,7 @@ from datetime import datetime
 from punica_batch.adapters.digest import DigestCache
 from punica_batch.adapters.peft import adapter_digest, inspect_adapter
 from punica_batch.config import JobConfig
-from punica_batch.data.state import JobState, finished_binding
+from punica_batch.data.state import JobState
 from punica_batch.engine.settings import DEFAULT_MAX_LORA_RANK, EngineSettings, resolve_dtypes
 from punica_batch.errors import RowError
 from punica_batch.models.config import model_digest
@@ -65,17 +65,18 @@ def prepare(
     )
 
 
-def binding(job: OpenedJob, devices: Sequence[Device]) -> JsonDict:
+def binding(job: OpenedJob, devices: Sequence[Device], finished: JsonDict | None = None) -> JsonDict:
     """What decides the generations beside the options, the inputs and the adapters.
 
-    ``devices`` may be empty for a finished output: "auto" is then taken for what it was resolved to.
+    ``finished``: what bound the output, if it is finished. Then no device is asked (``devices`` is empty), and "auto"
+    is taken for what it was resolved to.
     """
-    if devices:
-        dtypes = resolve_dtypes(job.config, job.model.torch_dtype, devices[0].kind)
-    else:
-        bound = finished_binding(job.config) or {}
-        own = {name: bound[name] for name in ("dtype", "kv_cache_dtype") if getattr(job.config, name) == "auto"}
-        dtypes = resolve_dtypes(job.config.model_copy(update=own), job.model.torch_dtype, "cpu")
+    config = job.config
+    if finished is not None:
+        own = {name: finished[name] for name in ("dtype", "kv_cache_dtype") if getattr(config, name) == "auto"}
+        config = config.model_copy(update=own)
+    kind = devices[0].kind if devices else "cpu"
+    dtypes = resolve_dtypes(config, job.model.torch_dtype, kind)
     return {
         "model_sha256": model_digest(job.model_folder),
         "tokenizer_sha256": Tokenizer.load(job.tokenizer_folder, job.model_folder).digest,
