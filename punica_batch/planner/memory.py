@@ -78,7 +78,7 @@ def memory_plan(
             f"{_size(slots_wanted * slot_bytes)}; the weights leave {_size(left)}: lower --max-model-len, use fewer "
             "workers, or more memory"
         )
-    adapters_fit = spare // slot_bytes if slot_bytes else max(num_adapters, 1)
+    adapters_fit = spare // slot_bytes if slot_bytes else max(num_adapters, max_loras or 1)
     if max_loras is not None and max_loras * slot_bytes > spare:
         raise ValidationError(
             f"--max-loras {max_loras} needs {_size(max_loras * slot_bytes)}, and {_size(spare)} are left beside the "

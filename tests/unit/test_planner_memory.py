@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from punica_batch.errors import ValidationError
@@ -113,6 +113,10 @@ def test_more_slots_than_fit_are_refused_with_how_many_do() -> None:
     max_num_seqs=st.none() | st.integers(1, 600),
     max_loras=st.none() | st.integers(1, 300),
 )
+@example(  # slots that cost nothing: as many fit as are asked for
+    total=1, weights=0, workspace=0, block_bytes=1, slot_bytes=0, num_adapters=0, max_model_len=1, budget=1, lengths=[],
+    max_num_seqs=None, max_loras=2,
+)  # fmt: skip
 def test_a_plan_always_fits_and_can_always_run_a_full_row(
     total: int,
     weights: int,
