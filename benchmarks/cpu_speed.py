@@ -27,7 +27,8 @@ import pyarrow.parquet as pq
 import torch
 
 from punica_batch.config import JobConfig
-from punica_batch.engine.engine import Engine, build_engine
+from punica_batch.engine.build import build_engine
+from punica_batch.engine.engine import Engine
 from punica_batch.engine.settings import EngineSettings
 from punica_batch.job.runner import run_job
 from punica_batch.models.layers import Linear

@@ -33,7 +33,8 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from punica_batch.engine.engine import Engine, assemble_engine, engine_kernels
+from punica_batch.engine.build import assemble_engine, engine_kernels
+from punica_batch.engine.engine import Engine
 from punica_batch.engine.settings import EngineSettings
 from punica_batch.models.config import ModelConfig
 from punica_batch.models.llama import LlamaModel

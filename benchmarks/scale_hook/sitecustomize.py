@@ -140,7 +140,7 @@ class StubEngine:
 
 PATCHES: dict[str, Callable[[types.ModuleType], None]] = {
     "punica_batch.workers.pool": watch_pool,
-    "punica_batch.engine.engine": watch_engine,
+    "punica_batch.engine.build": watch_engine,
 }
 
 

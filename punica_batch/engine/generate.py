@@ -15,7 +15,7 @@ from punica_batch.adapters.registry import Registry
 from punica_batch.config import JobConfig
 from punica_batch.data.columns import find_work_columns, to_work
 from punica_batch.data.schema import carried_schema, has_lists, output_schema, result_schema, results_to_batch
-from punica_batch.engine.engine import build_engine
+from punica_batch.engine.build import build_engine
 from punica_batch.engine.settings import DEFAULT_MAX_LORA_RANK, EngineSettings, resolve_dtypes
 from punica_batch.errors import JobError, UsageError
 from punica_batch.models.config import ModelConfig, resolve_model

@@ -46,7 +46,7 @@ def main() -> None:
 def _build(start: StartEngine) -> Engine:
     import torch
 
-    from punica_batch.engine.engine import build_engine
+    from punica_batch.engine.build import build_engine
 
     if start.num_threads is not None:
         torch.set_num_threads(start.num_threads)

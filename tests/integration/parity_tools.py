@@ -16,7 +16,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
-from punica_batch.engine.engine import Engine, build_engine
+from punica_batch.engine.build import build_engine
+from punica_batch.engine.engine import Engine
 from punica_batch.engine.settings import EngineSettings
 from punica_batch.scheduler.batch import build_arrays
 from punica_batch.scheduler.scheduler import Scheduler, SchedulerConfig

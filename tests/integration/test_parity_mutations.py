@@ -13,7 +13,8 @@ import pytest
 import torch
 from parity_tools import ARCHITECTURES, TinyModel
 
-from punica_batch.engine.engine import Engine, build_engine
+from punica_batch.engine.build import build_engine
+from punica_batch.engine.engine import Engine
 
 PROMPTS = [20, 33, 12, 17]
 

@@ -1,4 +1,4 @@
-"""Stands in for ``punica_batch.engine.engine`` in the workers of tests that are about processes and files.
+"""Stands in for ``punica_batch.engine.build`` in the workers of tests that are about processes and files.
 
 An answer depends on the row's prompt, adapter and sampling alone, so every run of a row gives the same one. Rows run
 in a batch of ``max_num_seqs``, one after another in the order of arrival, and end after 1 to 3 steps.

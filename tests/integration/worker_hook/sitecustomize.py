@@ -22,7 +22,7 @@ import types
 from pathlib import Path
 from typing import Any
 
-ENGINE = "punica_batch.engine.engine"
+ENGINE = "punica_batch.engine.build"
 WORKER = "punica_batch.workers.worker"
 
 
