@@ -1,10 +1,11 @@
 """Times the SGMV add-on of a whole Llama-2-7B step (4 groups x 32 layers) in one CUDA graph, against its bytes.
 
-    python benchmarks/sgmv_micro.py [--rank 16] [--rows 32 64 128 256] [--bandwidth 4.21] [--products]
+    python benchmarks/sgmv_micro.py [--rank 16] [--rows 32 64 128 256] [--bandwidth 4.21] [--products] [--eager]
 
 The limit is what must move through device memory, at the copy bandwidth given in TB/s: at decode each adapter's
 weights once (activations stay in the cache), at prefill x read once, y read and written. ``--products`` also times the
-step's matrix products without and with the add-on, in one graph each: what the adapters cost where it counts.
+step's matrix products without and with the add-on, in one graph each: what the adapters cost where it counts; with it
+once after the products and once overlapped with them. ``--eager`` times the host: launches outside of a graph.
 """
 
 from __future__ import annotations
@@ -13,16 +14,20 @@ import argparse
 import math
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 from punica_batch_kernels.sgmv import triton_backend
+from punica_batch_kernels.sgmv.overlap import OverlappedLinear
 from punica_batch_kernels.sgmv.slot_table import SlotTables
 from punica_batch_kernels.sgmv.tiles import RowTiles, build_tiles
 from punica_batch_kernels.sgmv.types import LoraGroup, Segments, SlotWeights
@@ -105,17 +110,20 @@ def graph_of(step: Callable[[], None]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def milliseconds(graph: torch.cuda.CUDAGraph, repeats: int = 25) -> float:
-    """Median of the replays after a warm-up."""
+def milliseconds(graph: torch.cuda.CUDAGraph) -> float:
+    """Median of half a second of replays after a warm-up."""
+    start = time.perf_counter()
     for _ in range(3):
         graph.replay()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-    for event in events:
-        event.record()
-        graph.replay()
-    events[-1].record()
     torch.cuda.synchronize()
-    return statistics.median(a.elapsed_time(b) for a, b in pairwise(events[:-1]))
+    repeats = min(max(5, int(1.5 / (time.perf_counter() - start))), 25)
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    events[0].record()
+    for event in events[1:]:
+        graph.replay()
+        event.record()
+    torch.cuda.synchronize()
+    return statistics.median(a.elapsed_time(b) for a, b in pairwise(events))
 
 
 def add_on(model: Model, segments: Segments, rows: int, dtype: torch.dtype) -> Callable[[], None]:
@@ -129,18 +137,38 @@ def add_on(model: Model, segments: Segments, rows: int, dtype: torch.dtype) -> C
 
 
 def products(
-    weights: list[torch.Tensor], rows: int, dtype: torch.dtype, model: Model | None, segments: Segments | None
+    weights: list[torch.Tensor],
+    rows: int,
+    dtype: torch.dtype,
+    model: Model | None = None,
+    segments: Segments | None = None,
+    overlapped: bool = False,
 ) -> Callable[[], None]:
-    xs, ys = activations(rows, dtype)
+    xs, _ = activations(rows, dtype)
+    add = OverlappedLinear(CUDA, max_rows=rows if overlapped else 0)
 
     def step() -> None:
         for i, weight in enumerate(weights):
-            x, y = xs[i % len(GROUPS)], ys[i % len(GROUPS)]
-            torch.mm(x, weight.t(), out=y)
+            base = partial(functional.linear, weight=weight)
             if model is not None and segments is not None:
-                triton_backend.add_lora(y, x, model.groups[i], segments)
+                add(base, xs[i % len(GROUPS)], model.groups[i], segments)
+            else:
+                base(xs[i % len(GROUPS)])
 
     return step
+
+
+def eager_us(model: Model, segments: Segments, rows: int, dtype: torch.dtype) -> float:
+    """Host time of a launch in µs, with what add_lora does around it."""
+    step = add_on(model, segments, rows, dtype)
+    times = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - start)
+    assert segments.tiles is not None
+    return statistics.median(times) * 1e6 / (2 * len(model.groups) * len(segments.tiles))
 
 
 def limit_ms(model: Model, lengths: list[int], prefill: bool, bandwidth: float, itemsize: int) -> float:
@@ -167,6 +195,7 @@ def main() -> None:
     parser.add_argument("--bandwidth", type=float, default=4.21, help="TB/s, read + written")
     parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="float16")
     parser.add_argument("--products", action="store_true")
+    parser.add_argument("--eager", action="store_true")
     args = parser.parse_args()
     dtype = getattr(torch, args.dtype)
     model = make_model(args.rank, max(256, *args.rows), dtype)
@@ -175,8 +204,9 @@ def main() -> None:
         shapes = [(sum(widths), into) for into, widths in GROUPS] * LAYERS
         weights = [torch.empty(shape, dtype=dtype, device=CUDA).normal_(std=0.02) for shape in shapes]
     print(f"{torch.cuda.get_device_name()}, rank {args.rank}, {args.dtype}; ms a step of {LAYERS} layers")
-    print("| phase | rows | adapters | tiles | limit | add-on | x limit |" + (" products | + add-on |" * args.products))
-    print("|---|---|---|---|---|---|---|" + "---|---|" * args.products)
+    columns = ["phase", "rows", "adapters", "tiles", "limit", "add-on", "x limit"]
+    columns += ["products", "+ add-on", "+ overlapped"] * args.products + ["µs a launch"] * args.eager
+    print("| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|")
     for phase, rows, kind, lengths in cases(args.rows):
         segments = segments_for(lengths)
         limit = limit_ms(model, lengths, phase != "decode", args.bandwidth, dtype.itemsize)
@@ -185,9 +215,11 @@ def main() -> None:
         tiles = " + ".join(f"{t.entries.shape[0]} of {t.block_m}" for t in segments.tiles)
         line = f"| {phase} | {rows} | {kind} | {tiles} | {limit:.2f} | {took:.2f} | {took / limit:.2f} |"
         if args.products:
-            alone = milliseconds(graph_of(products(weights, rows, dtype, None, None)))
-            both = milliseconds(graph_of(products(weights, rows, dtype, model, segments)))
-            line += f" {alone:.2f} | {both:.2f} |"
+            steps = [products(weights, rows, dtype)]
+            steps += [products(weights, rows, dtype, model, segments, overlapped) for overlapped in (False, True)]
+            line += "".join(f" {milliseconds(graph_of(step)):.2f} |" for step in steps)
+        if args.eager:
+            line += f" {eager_us(model, segments, sum(lengths), dtype):.1f} |"
         print(line, flush=True)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,9 +16,12 @@ from punica_batch_kernels.attention import flashinfer_backend
 from punica_batch_kernels.attention import reference as attention_reference
 from punica_batch_kernels.attention.types import AttentionMetadata, AttentionShape
 from punica_batch_kernels.elementwise import reference as elementwise_reference
+from punica_batch_kernels.elementwise.flashinfer_backend import FlashInferElementwise
+from punica_batch_kernels.elementwise.types import RopeAndWriteKV
 from punica_batch_kernels.native.kernels import NativeKernels, load_native
-from punica_batch_kernels.sgmv import AddLora, backend_for
+from punica_batch_kernels.sgmv import AddLora, LoraLinear, backend_for
 from punica_batch_kernels.sgmv import reference as sgmv_reference
+from punica_batch_kernels.sgmv.types import LoraGroup, Segments
 
 # x [T, in], weight, bias or None to x W^T + b, as ``torch.nn.functional.linear``
 ComputeLinear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -31,16 +35,8 @@ class AddRmsNorm(Protocol):
     def __call__(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor: ...
 
 
-class ApplyRope(Protocol):
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor) -> None: ...
-
-
 class SiluAndMul(Protocol):
     def __call__(self, gate_up: Tensor) -> Tensor: ...
-
-
-class WriteKV(Protocol):
-    def __call__(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None: ...
 
 
 class PlanAttention(Protocol):
@@ -67,24 +63,33 @@ class PagedAttention(Protocol):
 class Kernels:
     """The functions' meanings are those of ``sgmv.reference``, ``attention.reference`` and ``elementwise.reference``.
 
+    ``capturable``: a CUDA graph can hold a step, all of whose host work is in ``plan_attention``.
     ``note``: one sentence where a slower backend than the device's best had to be taken.
     """
 
     add_lora: AddLora
-    write_kv: WriteKV
     plan_attention: PlanAttention
     paged_attention: PagedAttention
     linear: ComputeLinear = functional.linear
     rms_norm: RmsNorm = elementwise_reference.rms_norm
     add_rms_norm: AddRmsNorm = elementwise_reference.add_rms_norm
-    apply_rope: ApplyRope = elementwise_reference.apply_rope
+    rope_and_write_kv: RopeAndWriteKV = elementwise_reference.rope_and_write_kv
     silu_and_mul: SiluAndMul = elementwise_reference.silu_and_mul
+    overlapped_lora_linear: LoraLinear | None = None
+    capturable: bool = False
     note: str | None = None
+
+    def lora_linear(self, base: Callable[[Tensor], Tensor], x: Tensor, group: LoraGroup, segments: Segments) -> Tensor:
+        """``base(x)`` [T, out] with the adapters of ``group`` added; side by side where the backend can do that."""
+        if self.overlapped_lora_linear is not None:
+            return self.overlapped_lora_linear(base, x, group, segments)
+        y = base(x)
+        self.add_lora(y, x, group, segments)
+        return y
 
 
 REFERENCE = Kernels(
     add_lora=sgmv_reference.add_lora,
-    write_kv=attention_reference.write_kv,
     plan_attention=attention_reference.plan_attention,
     paged_attention=attention_reference.paged_attention,
 )
@@ -98,8 +103,8 @@ def kernels_for(
     cache: Path | None = None,
 ) -> Kernels:
     """On the CPU the kernels in C for float32, where a compiler is found; else plain torch. On CUDA devices SGMV by
-    Triton, and attention by FlashInfer where that is installed, can compile and has kernels for the model; else plain
-    torch, and ``note`` says why.
+    Triton, and attention, norms and activation by FlashInfer where that is installed, can compile and has kernels for
+    the model; else plain torch, and ``note`` says why.
 
     ``dtype``: of the model; ``kv_dtype``: of its KV cache (None: the same). ``cache``: the folder for what is compiled
     (None: nothing is).
@@ -107,24 +112,63 @@ def kernels_for(
     if device.type != "cuda":
         native = load_native(cache) if cache is not None and dtype is torch.float32 else None
         return REFERENCE if native is None else _native(native, kv_dtype or dtype)
-    add_lora = backend_for(device).add_lora
-    reason = flashinfer_backend.unsupported(attention, dtype, kv_dtype or dtype)
+    sgmv = backend_for(device)
+    kernels = replace(REFERENCE, add_lora=sgmv.add_lora, overlapped_lora_linear=sgmv.lora_linear)
+    # both may compile for a minute, each in compilers of its own
+    with ThreadPoolExecutor(1) as pool:
+        elementwise = pool.submit(_with_elementwise, kernels, dtype, device)
+        attended = _with_attention(kernels, attention, dtype, kv_dtype or dtype, device)
+        kernels = elementwise.result()
+    notes = [note for note in (attended.note, kernels.note) if note is not None]
+    return replace(
+        kernels, plan_attention=attended.plan_attention, paged_attention=attended.paged_attention,
+        capturable=attended.capturable, note="; ".join(notes) or None,
+    )  # fmt: skip
+
+
+def _with_attention(
+    kernels: Kernels, attention: AttentionShape, dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device
+) -> Kernels:
+    reason = flashinfer_backend.unsupported(attention, dtype, kv_dtype)
     if reason is None:
         try:
             backend = flashinfer_backend.FlashInferAttention(attention, dtype, device)
         except Exception as error:  # not installed, no compiler, a version of another mind: all of them leave torch
-            reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            reason = _first_line(error)
         else:
-            return Kernels(add_lora, attention_reference.write_kv, backend.plan, backend.run)
-    return replace(REFERENCE, add_lora=add_lora, note=f"attention runs in plain torch, not by FlashInfer: {reason}")
+            return replace(kernels, plan_attention=backend.plan, paged_attention=backend.run, capturable=True)
+    return replace(kernels, note=f"attention runs in plain torch, not by FlashInfer: {reason}")
+
+
+def _with_elementwise(kernels: Kernels, dtype: torch.dtype, device: torch.device) -> Kernels:
+    if dtype not in (torch.float16, torch.bfloat16):
+        return kernels
+    from punica_batch_kernels.elementwise.triton_rope import rope_and_write_kv
+
+    kernels = replace(kernels, rope_and_write_kv=rope_and_write_kv)
+    try:
+        with torch.cuda.device(device):
+            backend = FlashInferElementwise(dtype, device)
+    except Exception as error:
+        note = f"norms and activation run in plain torch, not by FlashInfer: {_first_line(error)}"
+        return replace(kernels, note=note)
+    return replace(
+        kernels, rms_norm=backend.rms_norm, add_rms_norm=backend.add_rms_norm, silu_and_mul=backend.silu_and_mul
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def _native(native: NativeKernels, kv_dtype: torch.dtype) -> Kernels:
     elementwise, attention = native.elementwise, native.attention
     kernels = replace(
-        REFERENCE, add_lora=native.sgmv.add_lora, linear=native.linear.linear, write_kv=elementwise.write_kv,
-        rms_norm=elementwise.rms_norm, add_rms_norm=elementwise.add_rms_norm, apply_rope=elementwise.apply_rope,
-        silu_and_mul=elementwise.silu_and_mul,
+        REFERENCE, add_lora=native.sgmv.add_lora, linear=native.linear.linear,
+        rms_norm=elementwise.rms_norm, add_rms_norm=elementwise.add_rms_norm, silu_and_mul=elementwise.silu_and_mul,
+        rope_and_write_kv=elementwise_reference.in_turn(
+            elementwise.rms_norm, elementwise.apply_rope, elementwise.write_kv
+        ),
     )  # fmt: skip
     if kv_dtype is not torch.float32:
         return kernels

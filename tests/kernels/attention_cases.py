@@ -62,15 +62,12 @@ class Case:
         kv_lens = [kv for _, kv in self.lengths]
         prefills = [q for q, _ in self.lengths if q > 1]
         self.meta = AttentionMetadata(
-            qo_indptr=torch.from_numpy(starts.astype(np.int32)),
-            kv_lens=torch.tensor(kv_lens, dtype=torch.int32),
-            block_tables=torch.from_numpy(tables),
             slot_mapping=torch.tensor(slots, dtype=torch.int64),
+            qo_indptr=starts.astype(np.int32),
+            kv_lens=np.array(kv_lens, np.int32),
+            block_tables=tables,
             num_prefills=len(prefills),
             num_prefill_tokens=sum(prefills),
-            qo_indptr_host=tuple(starts.tolist()),
-            kv_lens_host=tuple(kv_lens),
-            block_tables_host=tables,
         )
         new_k = torch.cat([k[kv - q :] for k, (q, kv) in zip(self.keys, self.lengths, strict=True)])
         new_v = torch.cat([v[kv - q :] for v, (q, kv) in zip(self.values, self.lengths, strict=True)])
@@ -78,8 +75,7 @@ class Case:
         # to the device and dtype; what is expected is of the rounded numbers
         self.q = beside.to(device, dtype)[:, :heads]
         self.k_cache, self.v_cache = self.k_cache.to(device, dtype), self.v_cache.to(device, dtype)
-        on_device = ("qo_indptr", "kv_lens", "block_tables", "slot_mapping")
-        self.meta = replace(self.meta, **{name: getattr(self.meta, name).to(device) for name in on_device})
+        self.meta = replace(self.meta, slot_mapping=self.meta.slot_mapping.to(device))
         self.keys, self.values = ([t.to(dtype) for t in part] for part in (self.keys, self.values))
 
     def expected(self, scale: float, window: int | None) -> Tensor:

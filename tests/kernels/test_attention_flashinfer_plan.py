@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,12 +30,18 @@ class Wrapper:
         assert layout == "NHD"
         self.options = options
         self.plans = 0
+        self._int_workspace_buffer = torch.empty(8)
+        self._pin_memory_int_workspace_buffer = torch.empty(8)
 
     def keep(
         self, qo_indptr: Tensor, indptr: Tensor, indices: Tensor, last_page_len: Tensor,
         num_qo_heads: int, num_kv_heads: int, head_dim: int, page_size: int, *,
         sm_scale: float, window_left: int, q_data_type: torch.dtype, kv_data_type: torch.dtype,
     ) -> None:  # fmt: skip
+        if self.options.get("use_cuda_graph"):
+            assert len(indices) == 0  # what would be copied, and waited for
+            indices = self.fixed("indices")[: indptr[-1]]
+            assert len(self.fixed("last_page_len")) == len(last_page_len)
         for numbers in (qo_indptr, indptr, indices, last_page_len):
             assert numbers.dtype == torch.int32
             assert numbers.is_contiguous()
@@ -45,6 +52,9 @@ class Wrapper:
         self.shape = num_qo_heads, num_kv_heads, head_dim
         self.page_size, self.scale, self.window_left = page_size, sm_scale, window_left
         self.plans += 1
+
+    def fixed(self, name: str) -> Tensor:
+        return next(v for k, v in self.options.items() if k.startswith(f"paged_kv_{name}_buf"))
 
     def run(self, q: Tensor, cache: tuple[Tensor, Tensor], *, out: Tensor, k_scale: float) -> None:
         assert (q.shape[1], cache[0].shape[2], q.shape[2]) == self.shape
@@ -81,6 +91,7 @@ def attention(heads: int, kv_heads: int, *windows: int | None) -> FlashInferAtte
         fake = SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=Prefill, BatchDecodeWithPagedKVCacheWrapper=Decode)
         patch.setitem(sys.modules, "flashinfer", fake)
         patch.setattr(flashinfer_backend, "WORKSPACE_BYTES", 16)
+        patch.setattr(flashinfer_backend, "WORKSPACE_BYTES_A_HEAD", 1)
         return FlashInferAttention(shape, torch.float32, CPU)
 
 
@@ -116,7 +127,26 @@ def test_a_plan_serves_all_layers_and_each_window_has_its_own() -> None:
     for window in (None, 5, None, 5):
         got = backend.run(case.q, case.k_cache, case.v_cache, case.meta, scale=0.3, window=window, plan=plans[window])
         torch.testing.assert_close(got.double(), case.expected(0.3, window), atol=2e-6, rtol=1e-5)
-    assert all(w.plans == 2 for pair in backend._wrappers.values() for w in pair)  # at the start, and for this step
+    assert all(w._any.plans == 2 for pair in backend._wrappers.values() for w in pair)  # at the start, and now
+
+
+def test_steps_of_a_shape_that_recurs_have_wrappers_of_their_own() -> None:
+    """The same one for each step of a shape, reading the same buffers; plans' pinned buffers take turns."""
+    backend, wrappers, pinned = attention(4, 2, None), [], []
+    for lengths in ([(5, 20), (3, 3), (1, 9)], [(2, 40), (6, 17), (1, 3)], [(4, 4), (4, 4), (1, 1), (1, 2)]):
+        case = Case(lengths, 4, 2)
+        meta = replace(case.meta, capacity=64)
+        plan = backend.plan(meta, BLOCK, window=None)
+        got = backend.run(case.q, case.k_cache, case.v_cache, meta, scale=0.3, window=None, plan=plan)
+        torch.testing.assert_close(got.double(), case.expected(0.3, None), atol=2e-6, rtol=1e-5)
+        wrappers.append((plan.prefill, plan.decode))
+        pinned.append(plan.decode._pin_memory_int_workspace_buffer.data_ptr())
+    assert wrappers[0] == wrappers[1]
+    assert wrappers[1][0] is wrappers[2][0]
+    assert wrappers[1][1] is not wrappers[2][1]
+    assert pinned[0] == pinned[2] != pinned[1]
+    shared = {(w.fixed("indices").data_ptr(), w._int_workspace_buffer.data_ptr()) for _, w in wrappers}
+    assert len(shared) == 1
 
 
 def test_page_table() -> None:

@@ -71,7 +71,8 @@ def test_a_rows_result_depends_on_nothing_else(attention: NativeAttention, two_t
     for s, (_, kv) in enumerate(case.lengths):
         alone = Case([(1, kv)], 9, 3, head_dim=64)
         alone.q.copy_(case.q[s : s + 1])
-        slots = alone.meta.block_tables[0].long().repeat_interleave(BLOCK)[:kv] * BLOCK + torch.arange(kv) % BLOCK
+        blocks = torch.from_numpy(alone.meta.block_tables[0]).long()
+        slots = blocks.repeat_interleave(BLOCK)[:kv] * BLOCK + torch.arange(kv) % BLOCK
         reference.write_kv(case.keys[s], case.values[s], alone.k_cache, alone.v_cache, slots)
         assert torch.equal(run(attention, alone)[0], together[s])
 

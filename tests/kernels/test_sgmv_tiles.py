@@ -7,7 +7,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from punica_batch_kernels.sgmv import backend_for, reference
-from punica_batch_kernels.sgmv.tiles import GROUPED, PER_ROW, PREFILL, build_tiles, choose_families, cut_tiles
+from punica_batch_kernels.sgmv.tiles import (
+    GROUPED,
+    PER_ROW,
+    PREFILL,
+    build_tiles,
+    cut_tiles,
+    plan_families,
+    tile_bucket,
+)
 from punica_batch_kernels.sgmv.types import Segments
 
 
@@ -40,10 +48,13 @@ def test_tiles_cover_each_row_once(layout: list[tuple[int, int]], block_m: int, 
 @given(layout=segments, long=st.booleans())
 def test_families_share_the_segments(layout: list[tuple[int, int]], long: bool) -> None:
     layout = layout + [(0, 600)] * long
-    families = choose_families(starts_of([rows for _, rows in layout]), [slot for slot, _ in layout])
+    starts = starts_of([rows for _, rows in layout])
+    families = plan_families(starts, [slot for slot, _ in layout])
     for i, (slot, rows) in enumerate(layout):
         if rows:
-            assert [slots[i] for _, slots in families if slots[i] >= 0] == ([slot] if slot >= 0 else [])
+            assert [f.lora_indices[i] for f in families if f.lora_indices[i] >= 0] == ([slot] if slot >= 0 else [])
+    for family in families:
+        assert family.num_tiles == len(cut_tiles(starts, family.lora_indices, family.block_m)) > 0
 
 
 @pytest.mark.parametrize(
@@ -61,11 +72,27 @@ def test_families_share_the_segments(layout: list[tuple[int, int]], long: bool) 
         ([256] * 8 + [1] * 4, [PREFILL]),
         ([256] * 8 + [1] * 248, [PREFILL, PER_ROW]),
         ([1024] + [8] * 20, [PREFILL, GROUPED]),
+        ([60] + [1] * 31, [PER_ROW]),
+        ([60] + [1] * 255, [PER_ROW]),
+        ([500] + [1] * 255, [GROUPED, PER_ROW]),
+        ([16] * 20 + [1] * 4, [GROUPED]),
         ([], []),
     ],
 )
 def test_the_rule(lengths: list[int], families: list[int]) -> None:
-    assert [block_m for block_m, _ in choose_families(starts_of(lengths), list(range(len(lengths))))] == families
+    assert [f.block_m for f in plan_families(starts_of(lengths), list(range(len(lengths))))] == families
+
+
+@given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=60))
+def test_long_segments_read_an_adapter_by_the_tile(lengths: list[int]) -> None:
+    """No layout reads an adapter row by row where tiles would read it a quarter as often."""
+    families = plan_families(starts_of(lengths), list(range(len(lengths))))
+    assert sum(f.num_tiles for f in families) <= 4 * sum(-(-n // GROUPED) for n in lengths)
+
+
+@pytest.mark.parametrize(("needed", "padded"), [(0, 0), (1, 8), (8, 8), (9, 16), (16, 16), (200, 256), (256, 256)])
+def test_tiles_are_padded_to_few_counts(needed: int, padded: int) -> None:
+    assert tile_bucket(needed) == padded
 
 
 def test_base_rows_have_no_tiles() -> None:

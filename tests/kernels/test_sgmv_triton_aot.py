@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ import torch
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 from punica_batch_kernels.sgmv import triton_backend
 from punica_batch_kernels.sgmv.tiles import GROUPED, PER_ROW, PREFILL, RowTiles
+from punica_batch_kernels.sgmv.triton_config import Config, load_table
+from punica_batch_kernels.sgmv.triton_kernels import expand_kernel, shrink_kernel
+from punica_batch_kernels.sgmv.tuned import FOLDER
 from punica_batch_kernels.sgmv.types import LoraGroup, Segments, SlotTable
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -40,30 +44,54 @@ pytestmark = [
 ]
 
 
-class Recorder:
-    """Stands for a kernel and keeps what it was launched with."""
+Launch = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
-    def __init__(self, kernel: Any, launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]]) -> None:
-        self.kernel, self.launches = kernel, launches
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return lambda *args, **kwargs: self.launches.append((self.kernel, args, kwargs))
+def recorder(kernel: Any, launches: list[Launch]) -> Callable[..., None]:
+    """Stands for a kernel's launcher and keeps what it was launched with."""
+
+    def launch(key: object, programs: int, tensors: Any, numbers: Any, options: Callable[[], dict[str, Any]]) -> None:
+        launches.append((kernel, (*tensors, *numbers), options()))
+
+    return launch
 
 
 def compile_for(capability: int, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """As the just-in-time compiler would for this launch."""
-    fixed = {p.name for p in kernel.params if p.do_not_specialize}
+    fixed = {p.name for p in kernel.params if p.do_not_specialize or p.do_not_specialize_on_alignment}
     signature, attributes = {}, {}
     for i, (name, value) in enumerate(zip(kernel.arg_names, args, strict=False)):
         signature[name] = POINTERS[value.dtype] if isinstance(value, torch.Tensor) else "i32"
-        aligned = isinstance(value, torch.Tensor) or (value % 16 == 0 and name not in fixed)
-        if aligned:
+        if name not in fixed and (isinstance(value, torch.Tensor) or value % 16 == 0):
             attributes[(i,)] = [["tt.divisibility", 16]]
     constants = {name: value for name, value in kwargs.items() if name not in OPTIONS}
     signature |= dict.fromkeys(constants, "constexpr")
     options = {name: value for name, value in kwargs.items() if name in OPTIONS}
     source = ASTSource(kernel, signature, constants, attributes)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def launches_of(
+    group: LoraGroup, block_m: int, num_tiles: int, capability: int, config: Config | None, monkeypatch: Any
+) -> list[Launch]:
+    """What ``add_lora`` launches for as many tiles; all dimensions but the tiles' are the group's."""
+    launches: list[Launch] = []
+    monkeypatch.setattr(triton_backend, "launch_shrink", recorder(shrink_kernel, launches))
+    monkeypatch.setattr(triton_backend, "launch_expand", recorder(expand_kernel, launches))
+    monkeypatch.setattr(triton_backend, "has_pdl", lambda device: capability >= 90)
+    assert group.table is not None
+    tiles = RowTiles(torch.zeros(num_tiles, 4, dtype=torch.int32), block_m)
+    segments = Segments(torch.empty(0), torch.empty(0), (0,), (), (tiles,))
+    x = torch.empty(num_tiles, group.in_features, dtype=group.table.dtype)
+    y = torch.empty(num_tiles, group.out_offsets[-1], dtype=group.table.dtype)
+    triton_backend.add_lora(y, x, group, segments, config=config)
+    assert len(launches) == 2
+    return launches
+
+
+def group_of(in_features: int, widths: tuple[int, ...], max_rank: int, dtype: torch.dtype) -> LoraGroup:
+    table = SlotTable(torch.zeros(1, 8, dtype=torch.int64), max_rank, dtype)
+    return LoraGroup(in_features, (0, *accumulate(widths)), [None], table)
 
 
 @pytest.mark.parametrize("capability", [80, 90])
@@ -74,19 +102,9 @@ def compile_for(capability: int, kernel: Any, args: tuple[Any, ...], kwargs: dic
 def test_compiles_within_shared_memory(
     block_m: int, num_tiles: int, dtype: torch.dtype, max_rank: int, capability: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Grouped Q/K/V of an 8B model, of which K and V are narrower."""
-    launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
-    for name in ("shrink_kernel", "expand_kernel"):
-        monkeypatch.setattr(triton_backend, name, Recorder(getattr(triton_backend, name), launches))
-    monkeypatch.setattr(triton_backend, "_has_pdl", lambda device: capability >= 90)
-    group = LoraGroup(4096, (0, 4096, 5120, 6144), [None])
-    group.table = SlotTable(torch.zeros(1, 8, dtype=torch.int64), max_rank, dtype)
-    tiles = RowTiles(torch.zeros(num_tiles, 4, dtype=torch.int32), block_m)
-    segments = Segments(torch.empty(0), torch.empty(0), (0,), (), (tiles,))
-    x, y = torch.empty(num_tiles, 4096, dtype=dtype), torch.empty(num_tiles, 6144, dtype=dtype)
-    triton_backend.add_lora(y, x, group, segments)
-    assert len(launches) == 2
-    for kernel, args, kwargs in launches:
+    """By the rule; grouped Q/K/V of an 8B model, of which K and V are narrower."""
+    group = group_of(4096, (4096, 1024, 1024), max_rank, dtype)
+    for kernel, args, kwargs in launches_of(group, block_m, num_tiles, capability, None, monkeypatch):
         compiled = compile_for(capability, kernel, args, kwargs)
         assert compiled.metadata.shared <= A100_SHARED_MEMORY
         text = compiled.asm["ptx"]
@@ -94,3 +112,18 @@ def test_compiles_within_shared_memory(
         assert ("mma" in text) == (block_m != PER_ROW and dtype != torch.float32), "one row takes no tensor cores"
         if dtype != torch.float32:
             assert "ld.global.b16" not in text.replace("::", "."), "weights and activations load 16 bytes at a time"
+
+
+def test_every_tuned_configuration_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each kernel that a packaged table can ask for, once."""
+    seen = set()
+    for path in FOLDER.glob("*.json"):
+        for key, config in load_table(path.stem).items():
+            group = group_of(
+                key.in_features, key.widths, key.max_rank, {2: torch.float16, 4: torch.float32}[key.itemsize]
+            )
+            for kernel, args, kwargs in launches_of(group, key.block_m, key.num_tiles, 80, config, monkeypatch):
+                name = (kernel.fn.__name__, key.block_m, *sorted(kwargs.items()))
+                if name not in seen:
+                    seen.add(name)
+                    assert compile_for(80, kernel, args, kwargs).metadata.shared <= A100_SHARED_MEMORY

@@ -3,10 +3,14 @@
 Pages are the KV blocks, in the layout NHD that the pools have. FlashInfer compiles its kernels at first use, some tens
 of seconds for each dtype, head size and use of windows, and keeps them in its cache folder; that happens when a
 ``FlashInferAttention`` is made, not in a step.
+
+A plan is host arrays sent to the device without waiting. FlashInfer writes one of them into a pinned buffer of its
+own, which the copy of the plan before may still be reading when steps are planned ahead: two take turns.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +23,10 @@ from punica_batch_kernels.attention.types import AttentionMetadata, AttentionSha
 
 HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.float16, torch.bfloat16)
-# For the partial results of sequences that are split; one buffer serves all wrappers, as they run in turn.
+# For the partial results of sequences that are split; one buffer serves all wrappers, as they run in turn. In graphs
+# what the largest prefill could be split into is set aside: tiles of 128 rows of each head, in float32.
 WORKSPACE_BYTES = 256 << 20
+WORKSPACE_BYTES_A_HEAD = 6 << 20
 # From this many query heads a key head on, decode keeps tensor cores busy.
 TENSOR_CORE_GROUP = 4
 
@@ -48,16 +54,13 @@ class PageTable:
     last_page_len: Int32
 
     @classmethod
-    def build(cls, block_tables: Int32, kv_lens: NDArray[np.int64], block_size: int) -> PageTable:
+    def build(cls, block_tables: Int32, kv_lens: Int32, block_size: int) -> PageTable:
         """``block_tables`` [S, any number not too small]; ``kv_lens`` [S], each at least 1."""
         counts = -(-kv_lens // block_size)
         indptr = np.zeros(len(counts) + 1, dtype=np.int32)
         np.cumsum(counts, out=indptr[1:])
         used = np.arange(block_tables.shape[1]) < counts[:, None]
         return cls(indptr, block_tables[used], (kv_lens - (counts - 1) * block_size).astype(np.int32))
-
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        return torch.from_numpy(self.indptr), torch.from_numpy(self.indices), torch.from_numpy(self.last_page_len)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +73,55 @@ class FlashInferPlan:
     num_prefill_tokens: int
 
 
+class _Wrappers:
+    """FlashInfer's wrappers of one kind (prefill or decode) and window.
+
+    One serves steps of any shape. Each shape that recurs in a graph has another, which always reads the same buffers.
+    As wrappers of a kind are never in the same step, they share the buffer that a plan is sent to.
+    """
+
+    def __init__(self, make: Callable[..., Any], device: torch.device) -> None:
+        self._make = make
+        self._device = device
+        self._any = make()
+        self._recurring: dict[tuple[int, int], Any] = {}
+        self._indices: Tensor | None = None  # of all that recur
+        self._on_device = self._any._int_workspace_buffer
+        # FlashInfer has no public way to alternate its pinned buffer
+        self._pinned = [self._any._pin_memory_int_workspace_buffer, *_pinned_like(self._any)]
+
+    def plan(
+        self, pages: PageTable, qo_indptr: Int32 | None, num_rows: int, capacity: int | None, *args: Any, **options: Any
+    ) -> Any:
+        wrapper = self._any if capacity is None else self._of_shape(len(pages.last_page_len), num_rows, capacity)
+        self._pinned.reverse()
+        wrapper._pin_memory_int_workspace_buffer = self._pinned[0]
+        indices = _to_pinned(pages.indices, self._device)
+        if capacity is not None:
+            assert self._indices is not None
+            self._indices[: len(indices)].copy_(indices, non_blocking=True)
+            indices = self._indices[:0]  # already there: FlashInfer's own copy would wait
+        rows = () if qo_indptr is None else (_to_pinned(qo_indptr, self._device),)
+        table = (_to_pinned(pages.indptr, self._device), indices, _to_pinned(pages.last_page_len, self._device))
+        wrapper.plan(*rows, *table, *args, **options)
+        return wrapper
+
+    def _of_shape(self, num_sequences: int, num_rows: int, capacity: int) -> Any:
+        if self._indices is None:
+            self._indices = torch.empty(capacity, dtype=torch.int32, device=self._device)
+        assert len(self._indices) == capacity
+        key = num_sequences, num_rows
+        if key not in self._recurring:
+            wrapper = self._recurring[key] = self._make(num_sequences, self._indices)
+            wrapper._int_workspace_buffer = self._on_device
+        return self._recurring[key]
+
+
 class FlashInferAttention:
     """``plan`` and ``run`` mean what ``plan_attention`` and ``paged_attention`` of ``attention.reference`` do.
 
     A wrapper keeps its plan in buffers of its own: a plan is good until the next one with the same window, and the
-    step that uses it must have ended by then. Raises whatever importing or compiling FlashInfer raises.
+    last step but one must have ended by then. Raises whatever importing or compiling FlashInfer raises.
     """
 
     def __init__(self, shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> None:
@@ -82,32 +129,58 @@ class FlashInferAttention:
 
         self._shape = shape
         self._dtype = dtype
-        workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        size = max(WORKSPACE_BYTES, shape.num_heads * WORKSPACE_BYTES_A_HEAD)
+        workspace = torch.zeros(size, dtype=torch.uint8, device=device)
         tensor_cores = shape.num_heads // shape.num_kv_heads >= TENSOR_CORE_GROUP
+
+        def buffer(size: int) -> Tensor:
+            return torch.empty(size, dtype=torch.int32, device=device)
+
         # fa2 and not the default: it serves every GPU since Ampere and compiles in a third of the time
-        self._wrappers = {
-            window: (
-                flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2"),
-                flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=tensor_cores),
-            )
-            for window in shape.windows
-        }
-        self._compile()
+        def prefill(num_sequences: int | None = None, indices: Tensor | None = None) -> Any:
+            make = flashinfer.BatchPrefillWithPagedKVCacheWrapper
+            if num_sequences is None:
+                return make(workspace, "NHD", backend="fa2")
+            n = num_sequences
+            return make(
+                workspace, "NHD", backend="fa2", use_cuda_graph=True, qo_indptr_buf=buffer(n + 1),
+                paged_kv_indptr_buf=buffer(n + 1), paged_kv_indices_buf=indices, paged_kv_last_page_len_buf=buffer(n),
+            )  # fmt: skip
+
+        def decode(num_sequences: int | None = None, indices: Tensor | None = None) -> Any:
+            make = flashinfer.BatchDecodeWithPagedKVCacheWrapper
+            if num_sequences is None:
+                return make(workspace, "NHD", use_tensor_cores=tensor_cores)
+            n = num_sequences
+            return make(
+                workspace, "NHD", use_tensor_cores=tensor_cores, use_cuda_graph=True,
+                paged_kv_indptr_buffer=buffer(n + 1), paged_kv_indices_buffer=indices,
+                paged_kv_last_page_len_buffer=buffer(n),
+            )  # fmt: skip
+
+        self._wrappers = {w: (_Wrappers(prefill, device), _Wrappers(decode, device)) for w in shape.windows}
+        self._compile(device)
 
     def plan(self, meta: AttentionMetadata, block_size: int, *, window: int | None) -> FlashInferPlan:
         """Sends the step's page tables to the device; nothing waits for it."""
-        prefill, decode = self._wrappers[window]
-        n = meta.num_prefills
-        kv_lens = np.asarray(meta.kv_lens_host, dtype=np.int64)
-        tables = meta.block_tables_host
+        prefills, decodes = self._wrappers[window]
+        n, shape = meta.num_prefills, self._shape
+        heads = (shape.num_heads, shape.num_kv_heads, shape.head_dim, block_size)
+        options = {
+            "sm_scale": 1.0, "window_left": _window_left(window), "q_data_type": self._dtype,
+            "kv_data_type": self._dtype,
+        }  # fmt: skip
+        prefill = decode = None
         if n:
-            qo_indptr = torch.tensor(meta.qo_indptr_host[: n + 1], dtype=torch.int32)
-            self._plan_prefill(
-                prefill, qo_indptr, PageTable.build(tables[:n], kv_lens[:n], block_size), block_size, window
-            )
-        if n < len(kv_lens):
-            self._plan_decode(decode, PageTable.build(tables[n:], kv_lens[n:], block_size), block_size, window)
-        return FlashInferPlan(prefill if n else None, decode if n < len(kv_lens) else None, meta.num_prefill_tokens)
+            pages = PageTable.build(meta.block_tables[:n], meta.kv_lens[:n], block_size)
+            prefill = prefills.plan(
+                pages, meta.qo_indptr[: n + 1], meta.num_prefill_tokens, meta.capacity, *heads,
+                causal=True, **options,
+            )  # fmt: skip
+        if n < len(meta.kv_lens):
+            pages = PageTable.build(meta.block_tables[n:], meta.kv_lens[n:], block_size)
+            decode = decodes.plan(pages, None, len(pages.last_page_len), meta.capacity, *heads, **options)
+        return FlashInferPlan(prefill, decode, meta.num_prefill_tokens)
 
     def run(
         self,
@@ -131,31 +204,27 @@ class FlashInferAttention:
             plan.decode.run(q[n:], cache, out=out[n:], k_scale=scale)
         return out
 
-    def _plan_prefill(
-        self, wrapper: Any, qo_indptr: Tensor, pages: PageTable, block_size: int, window: int | None
-    ) -> None:
-        shape = self._shape
-        wrapper.plan(
-            qo_indptr, *pages.tensors(), shape.num_heads, shape.num_kv_heads, shape.head_dim, block_size,
-            causal=True, sm_scale=1.0, window_left=_window_left(window),
-            q_data_type=self._dtype, kv_data_type=self._dtype,
-        )  # fmt: skip
-
-    def _plan_decode(self, wrapper: Any, pages: PageTable, block_size: int, window: int | None) -> None:
-        shape = self._shape
-        wrapper.plan(
-            *pages.tensors(), shape.num_heads, shape.num_kv_heads, shape.head_dim, block_size,
-            sm_scale=1.0, window_left=_window_left(window), q_data_type=self._dtype, kv_data_type=self._dtype,
-        )  # fmt: skip
-
-    def _compile(self) -> None:
-        """A first plan of each kind: of one sequence with one key."""
-        pages = PageTable.build(np.zeros((1, 1), np.int32), np.ones(1, np.int64), 16)
-        for window, (prefill, decode) in self._wrappers.items():
-            self._plan_prefill(prefill, torch.tensor([0, 1], dtype=torch.int32), pages, 16, window)
-            self._plan_decode(decode, pages, 16, window)
+    def _compile(self, device: torch.device) -> None:
+        """A first plan of each kind: of a prompt of two tokens, and of one token."""
+        for window in self._wrappers:
+            meta = AttentionMetadata(
+                torch.zeros(3, dtype=torch.int64, device=device), np.array([0, 2, 3], np.int32),
+                np.array([2, 1], np.int32), np.zeros((2, 1), np.int32), num_prefills=1, num_prefill_tokens=2,
+            )  # fmt: skip
+            self.plan(meta, 16, window=window)
 
 
 def _window_left(window: int | None) -> int:
     """FlashInfer counts the keys before a row's own; -1: all."""
     return -1 if window is None else window - 1
+
+
+def _pinned_like(wrapper: Any) -> list[Tensor]:
+    own = wrapper._pin_memory_int_workspace_buffer
+    return [torch.empty(own.shape, dtype=own.dtype, pin_memory=own.is_pinned())]
+
+
+def _to_pinned(array: Int32, device: torch.device) -> Tensor:
+    """A copy that can be sent without waiting, in a block of a cache that keeps it until it has been."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor.pin_memory() if device.type == "cuda" else tensor

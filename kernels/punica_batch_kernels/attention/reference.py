@@ -73,16 +73,16 @@ def plan_attention(
 
     ``sequences``: the numbers of those to plan for (None: all).
     """
-    q_starts = np.asarray(meta.qo_indptr_host, dtype=np.int64)
+    q_starts = np.asarray(meta.qo_indptr, dtype=np.int64)
     q_lens = np.diff(q_starts)
-    kv_lens = np.asarray(meta.kv_lens_host, dtype=np.int64)
-    tables = meta.block_tables_host
+    kv_lens = np.asarray(meta.kv_lens, dtype=np.int64)
+    tables = meta.block_tables
     wanted = q_lens if sequences is None else np.zeros_like(q_lens)
     if sequences is not None:
         wanted[sequences] = q_lens[sequences]
     groups = _group(wanted, kv_lens, window)
     buckets = [
-        _bucket(g, q_starts, q_lens, kv_lens, tables, block_size, window, meta.block_tables.device) for g in groups
+        _bucket(g, q_starts, q_lens, kv_lens, tables, block_size, window, meta.slot_mapping.device) for g in groups
     ]
     return AttentionPlan(tuple(buckets))
 

@@ -19,27 +19,25 @@ class AttentionShape:
     windows: frozenset[int | None] = frozenset({None})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class AttentionMetadata:
     """One step's rows, sequence by sequence; prefill sequences first, decode sequences (one row each) last.
 
     With S sequences and T rows:
 
-    - ``qo_indptr`` int32 [S + 1]: the rows of sequence s are ``qo_indptr[s] : qo_indptr[s + 1]``;
-    - ``kv_lens`` int32 [S]: keys visible to the sequence's last row, this step's own included;
-    - ``block_tables`` int32 [S, max blocks]: block ids in order, unused entries 0;
-    - ``slot_mapping`` int64 [T]: where row t's key and value go, ``block * block_size + offset``;
-    - ``num_prefills``: sequences before the first decode; ``num_prefill_tokens``: their rows.
-
-    ``*_host`` mirror the numbers for backends that plan on the host.
+    - ``slot_mapping`` int64 [T], on the device: where row t's key and value go, ``block * block_size + offset``;
+    - ``qo_indptr`` int32 [S + 1], on the host: the rows of sequence s are ``qo_indptr[s] : qo_indptr[s + 1]``;
+    - ``kv_lens`` int32 [S], on the host: keys visible to the sequence's last row, this step's own included;
+    - ``block_tables`` int32 [S, max blocks], on the host: block ids in order, unused entries 0;
+    - ``num_prefills``: sequences before the first decode; ``num_prefill_tokens``: their rows;
+    - ``capacity``: None, or the step's shape (prefill sequences and rows, decode sequences) recurs, in a graph that
+      is captured once and replayed after each plan; then no such step has more blocks in its tables than this.
     """
 
-    qo_indptr: Tensor
-    kv_lens: Tensor
-    block_tables: Tensor
     slot_mapping: Tensor
+    qo_indptr: NDArray[np.int32]
+    kv_lens: NDArray[np.int32]
+    block_tables: NDArray[np.int32]
     num_prefills: int
     num_prefill_tokens: int
-    qo_indptr_host: tuple[int, ...]
-    kv_lens_host: tuple[int, ...]
-    block_tables_host: NDArray[np.int32]
+    capacity: int | None = None

@@ -45,15 +45,15 @@ class NativeAttention:
         self._kernel = library.function("paged_attention", "plpppplpllllllf")
 
     def plan(self, meta: AttentionMetadata, block_size: int, *, window: int | None) -> NativePlan:
-        starts = np.asarray(meta.qo_indptr_host, dtype=np.int64)
+        starts = np.asarray(meta.qo_indptr, dtype=np.int64)
         q_lens: NDArray[np.int64] = np.diff(starts)
-        kv_lens = np.asarray(meta.kv_lens_host, dtype=np.int64)
+        kv_lens = np.asarray(meta.kv_lens, dtype=np.int64)
         here = (q_lens == 1) | (kv_lens <= SHORT_KEYS)
         rest = None
         if not here.all():
             rest = reference.plan_attention(meta, block_size, window=window, sequences=np.flatnonzero(~here))
         spans = _spans(starts, q_lens, kv_lens, np.flatnonzero(here))
-        tables = np.ascontiguousarray(meta.block_tables_host)
+        tables = np.ascontiguousarray(meta.block_tables)
         return NativePlan(spans, spans.ctypes.data, tables, tables.ctypes.data, rest)
 
     def run(

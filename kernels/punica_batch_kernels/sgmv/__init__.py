@@ -19,20 +19,31 @@ class AddLora(Protocol):
     ) -> None: ...
 
 
+class LoraLinear(Protocol):
+    """``base(x)``, a new tensor [T, out], with the adapters of ``group`` added."""
+
+    def __call__(self, base: Callable[[Tensor], Tensor], x: Tensor, group: LoraGroup, segments: Segments) -> Tensor: ...
+
+
 @dataclass(frozen=True, slots=True)
 class SgmvBackend:
-    """The functions' meanings are those of ``sgmv.reference``."""
+    """The functions' meanings are those of ``sgmv.reference``.
+
+    ``lora_linear``: where the backend has more to offer than the base product and then ``add_lora``.
+    """
 
     name: str
     sgmv_shrink: Callable[[Tensor, Tensor, LoraGroup, Segments], None]
     sgmv_expand: Callable[[Tensor, Tensor, LoraGroup, Segments], None]
     add_lora: AddLora
+    lora_linear: LoraLinear | None = None
 
 
 def backend_for(device: torch.device) -> SgmvBackend:
     """Triton on CUDA devices, plain torch elsewhere. Triton is imported only where it is used."""
     if device.type == "cuda":
         from punica_batch_kernels.sgmv import triton_backend as triton
+        from punica_batch_kernels.sgmv.overlap import OverlappedLinear
 
-        return SgmvBackend("triton", triton.sgmv_shrink, triton.sgmv_expand, triton.add_lora)
+        return SgmvBackend("triton", triton.sgmv_shrink, triton.sgmv_expand, triton.add_lora, OverlappedLinear(device))
     return SgmvBackend("reference", reference.sgmv_shrink, reference.sgmv_expand, reference.add_lora)

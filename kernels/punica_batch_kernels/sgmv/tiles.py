@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +17,12 @@ PER_ROW, GROUPED, PREFILL = 1, 16, 64
 # Long segments get launches of their own once they hold as many rows as no decode step has; beside them, so do the
 # other segments once they are more than a few.
 _LONG, _MIN_LONG_ROWS, _FEW = 32, 512, 16
+
+# What a tile, another row of an adapter that was just read for one, and another pair of launches in every layer cost,
+# in adapters read for a row of its own (measured on an H200 at rank 16).
+_TILE_COST, _REPEAT_COST, _LAUNCH_COST = 2.6, 0.7, 36
+
+IntSequence = Sequence[int] | NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +39,8 @@ class RowTiles:
     @classmethod
     def build(
         cls,
-        seg_indptr: Sequence[int],
-        lora_indices: Sequence[int],
+        seg_indptr: IntSequence,
+        lora_indices: IntSequence,
         device: torch.device | str,
         block_m: int,
         num_tiles: int | None = None,
@@ -44,7 +51,7 @@ class RowTiles:
         """
         return cls(torch.from_numpy(cut_tiles(seg_indptr, lora_indices, block_m, num_tiles)).to(device), block_m)
 
-    def refill(self, seg_indptr: Sequence[int], lora_indices: Sequence[int]) -> None:
+    def refill(self, seg_indptr: IntSequence, lora_indices: IntSequence) -> None:
         """The next step's segments into the same buffer, by a copy on the current stream that nothing waits for.
 
         Raises ``ValueError`` when they need more tiles than the buffer has.
@@ -55,35 +62,77 @@ class RowTiles:
         self.entries.copy_(entries, non_blocking=True)
 
 
-def choose_families(seg_indptr: Sequence[int], lora_indices: Sequence[int]) -> list[tuple[int, list[int]]]:
-    """Which kernels serve a step: for each family its ``block_m``, and ``lora_indices`` with -1 where a segment is
-    another family's. None for a step of base rows, two where many decode rows stand beside a long prefill."""
-    lengths, slots = np.diff(np.asarray(seg_indptr, dtype=np.int64)), np.asarray(lora_indices, dtype=np.int64)
-    lengths = np.where(slots >= 0, lengths, 0)
+class Family(NamedTuple):
+    """The segments that one kernel family serves in a step.
+
+    ``lora_indices`` int64 [S]: -1 where a segment is another family's, or has no adapter. ``num_tiles``: how many
+    tiles of ``block_m`` rows its segments need.
+    """
+
+    block_m: int
+    lora_indices: NDArray[np.int64]
+    num_tiles: int
+
+
+def plan_families(seg_indptr: IntSequence, lora_indices: IntSequence) -> list[Family]:
+    """Which kernels serve a step. None for a step of base rows; more than one where it pays to launch more.
+
+    Host only, vectorized. Of the rows that no prefill launch takes, each layout's cost is counted in adapters read:
+    all of them one by one, all in tiles, or tiles for segments of several rows beside single rows.
+    """
+    slots = np.asarray(lora_indices, dtype=np.int64)
+    lengths = np.where(slots >= 0, np.diff(np.asarray(seg_indptr, dtype=np.int64)), 0)
     families = []
-    rest = slots
-    if int(lengths[lengths >= _LONG].sum()) >= _MIN_LONG_ROWS:
-        few = int(((lengths > 0) & (lengths < _LONG)).sum()) <= _FEW
-        long = slots if few else np.where(lengths >= _LONG, slots, -1)
-        families.append((PREFILL, long.tolist()))
-        rest = np.where(long >= 0, -1, slots)
-    rows = int(lengths[rest >= 0].sum())
-    if rows:
-        tiles = int((-(-lengths[rest >= 0] // GROUPED)).sum())
-        families.append((GROUPED if 3 * tiles <= 2 * rows else PER_ROW, rest.tolist()))
+    is_long = lengths >= _LONG
+    if int(lengths[is_long].sum()) >= _MIN_LONG_ROWS:
+        if int((lengths > 0).sum() - is_long.sum()) <= _FEW:
+            is_long = lengths > 0
+        families.append(_family(PREFILL, is_long, lengths, slots))
+        lengths = np.where(is_long, 0, lengths)
+    single, several = lengths == 1, lengths > 1
+    num_single, rows = int(single.sum()), int(lengths.sum())
+    if not rows:
+        return families
+    tiles = int((-(-lengths[several] // GROUPED)).sum())
+    num_segments = int((lengths > 0).sum())
+    one_by_one = num_segments + _REPEAT_COST * (rows - num_segments)
+    all_tiles = _TILE_COST * (num_single + tiles)
+    both = num_single + _TILE_COST * tiles + _LAUNCH_COST
+    if both < min(one_by_one, all_tiles):
+        parts = [(GROUPED, several), (PER_ROW, single)]
+    else:
+        parts = [(GROUPED if all_tiles <= one_by_one else PER_ROW, lengths > 0)]
+    families.extend(_family(block_m, part, lengths, slots) for block_m, part in parts)
     return families
 
 
-def build_tiles(
-    seg_indptr: Sequence[int], lora_indices: Sequence[int], device: torch.device | str
-) -> tuple[RowTiles, ...]:
+def tile_bucket(num_tiles: int) -> int:
+    """How many tiles to pad to: the next power of two from 8 on.
+
+    A graph's key. Unused tiles cost next to nothing, but the fewer rows there are, the more programs share K.
+    """
+    return max(8, 1 << (num_tiles - 1).bit_length()) if num_tiles else 0
+
+
+def common_families(num_tokens: int) -> list[tuple[tuple[int, int], ...]]:
+    """(``block_m``, padded number of tiles) of the families that steps of ``num_tokens`` rows mostly have."""
+    most = tile_bucket(int(num_tokens / _TILE_COST) + 1)
+    grouped = [8 << i for i in range((most // 8).bit_length())]
+    return [((PER_ROW, tile_bucket(num_tokens)),), *(((GROUPED, count),) for count in grouped)]
+
+
+def _family(block_m: int, part: NDArray[np.bool_], lengths: NDArray[np.int64], slots: NDArray[np.int64]) -> Family:
+    return Family(block_m, np.where(part, slots, -1), int((-(-lengths[part] // block_m)).sum()))
+
+
+def build_tiles(seg_indptr: IntSequence, lora_indices: IntSequence, device: torch.device | str) -> tuple[RowTiles, ...]:
     """A step's tiles in buffers of their own, family by family."""
-    families = choose_families(seg_indptr, lora_indices)
-    return tuple(RowTiles.build(seg_indptr, slots, device, block_m) for block_m, slots in families)
+    families = plan_families(seg_indptr, lora_indices)
+    return tuple(RowTiles.build(seg_indptr, family.lora_indices, device, family.block_m) for family in families)
 
 
 def cut_tiles(
-    seg_indptr: Sequence[int], lora_indices: Sequence[int], block_m: int, num_tiles: int | None = None
+    seg_indptr: IntSequence, lora_indices: IntSequence, block_m: int, num_tiles: int | None = None
 ) -> NDArray[np.int32]:
     """``RowTiles.entries`` on the host, padded to ``num_tiles``. Raises ``ValueError`` when those are too few."""
     starts, slots = np.asarray(seg_indptr, dtype=np.int64), np.asarray(lora_indices, dtype=np.int64)

@@ -2,152 +2,227 @@
 
 The same functions as ``reference``. They need ``segments.tiles`` and ``group.table``, whose values are read on the
 device alone: a launch depends on the tensors' shapes only, so a captured graph serves any segments and adapters.
+
+``config``, where it is given, is used in place of ``choose_config``'s choice, for every family: measurements try
+others. ``dependent``: whether a launch may be one dependent on its stream's previous kernel, where the device can.
 """
 
 from __future__ import annotations
 
 import math
-from functools import cache
+from collections.abc import Hashable, Sequence
+from functools import cache, lru_cache
+from itertools import pairwise
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from punica_batch_kernels.sgmv.launch import Launcher
 from punica_batch_kernels.sgmv.tiles import RowTiles
-from punica_batch_kernels.sgmv.triton_config import ExpandConfig, ShrinkConfig, choose_config, rank_block
+from punica_batch_kernels.sgmv.triton_config import Config, choose_config, slice_columns
 from punica_batch_kernels.sgmv.triton_kernels import expand_kernel, shrink_kernel
+from punica_batch_kernels.sgmv.tuned import device_name
 from punica_batch_kernels.sgmv.types import MAX_SLICES, LoraGroup, Segments, SlotTable
 
+launch_shrink, launch_expand = Launcher(shrink_kernel), Launcher(expand_kernel)
 
-def add_lora(y: Tensor, x: Tensor, group: LoraGroup, segments: Segments, buffer: Tensor | None = None) -> None:
+
+def add_lora(
+    y: Tensor,
+    x: Tensor,
+    group: LoraGroup,
+    segments: Segments,
+    buffer: Tensor | None = None,
+    config: Config | None = None,
+) -> None:
     """y += (x A.T) B.T. ``buffer`` holds v where given, as ``sgmv_shrink`` takes it; else it is ``empty_v``'s."""
-    if _tiles(segments):
-        v = empty_v(x, group, segments) if buffer is None else buffer
-        sgmv_shrink(v, x, group, segments)
-        sgmv_expand(y, v, group, segments)
+    table = _table(group)
+    _check_operand(x, table, group.in_features)
+    _check_operand(y, table, group.out_offsets[-1])
+    plans = [(_plan(group, table, tiles, x.device, config), tiles) for tiles in _tiles(segments)]
+    if plans:
+        v = _empty_v(x, [plan for plan, _ in plans]) if buffer is None else buffer
+        for plan, tiles in plans:
+            plan.shrink(v, x, tiles, table.entries, True)
+        for plan, tiles in plans:
+            plan.expand(y, v, tiles, table.entries, True)
 
 
-def empty_v(x: Tensor, group: LoraGroup, segments: Segments) -> Tensor:
-    """A v for partial sums, float32 [split, T, columns]: K is split where that pays."""
-    split_k = max((_configure(group, tiles)[0].split_k for tiles in _tiles(segments)), default=1)
-    columns = _slice_columns(group) * len(group.out_widths)
-    return torch.empty(split_k, x.shape[0], columns, dtype=torch.float32, device=x.device)
+def has_tiles(segments: Segments) -> bool:
+    """Whether the step has any rows with adapters, or room for them. Raises ``ValueError`` as ``sgmv_shrink`` does."""
+    return bool(_tiles(segments))
 
 
-def sgmv_shrink(v: Tensor, x: Tensor, group: LoraGroup, segments: Segments) -> None:
+def empty_v(x: Tensor, group: LoraGroup, segments: Segments, config: Config | None = None) -> Tensor:
+    """A v for partial sums, float32 [split, T, columns]: K is split where that pays. Needs rows with adapters."""
+    table = _table(group)
+    return _empty_v(x, [_plan(group, table, tiles, x.device, config) for tiles in _tiles(segments)])
+
+
+def sgmv_shrink(
+    v: Tensor,
+    x: Tensor,
+    group: LoraGroup,
+    segments: Segments,
+    config: Config | None = None,
+    *,
+    dependent: bool = True,
+) -> None:
     """v[rows, :rank sum] = x[rows] @ A.T for each segment whose slot holds weights of this group (Punica, section 4).
 
     ``x`` [T, in_features]. ``v`` is ``empty_v``'s, or [T, at least ``group.max_rank_sum``] as the reference takes it;
-    both may be strided by row. Columns beyond a row's own ranks, and rows without an adapter, keep what they held.
+    x and a v of two dimensions may be strided by row. Columns beyond a row's own ranks, and rows without an adapter,
+    keep what they held.
     Raises ``ValueError`` for an x that does not fit, and for groups without a table or segments without tiles.
     """
-    _check_operand(x, _table(group), group.in_features)
+    table = _table(group)
+    _check_operand(x, table, group.in_features)
     for tiles in _tiles(segments):
-        _shrink(v, x, group, tiles, _configure(group, tiles)[0])
+        _plan(group, table, tiles, x.device, config).shrink(v, x, tiles, table.entries, dependent)
 
 
-def sgmv_expand(y: Tensor, v: Tensor, group: LoraGroup, segments: Segments) -> None:
+def sgmv_expand(
+    y: Tensor,
+    v: Tensor,
+    group: LoraGroup,
+    segments: Segments,
+    config: Config | None = None,
+    *,
+    dependent: bool = True,
+) -> None:
     """y[rows, slice] += v[rows, slice's ranks] @ B.T for each segment and slice; other rows are left alone.
 
     ``y`` [T, out_offsets[-1]], may be strided by row; ``v`` as ``sgmv_shrink`` left it. Partial sums are added in a
     fixed order. Raises ``ValueError`` as ``sgmv_shrink`` does.
     """
-    _check_operand(y, _table(group), group.out_offsets[-1])
+    table = _table(group)
+    _check_operand(y, table, group.out_offsets[-1])
     for tiles in _tiles(segments):
-        shrink, expand = _configure(group, tiles)
-        _expand(y, v, group, tiles, shrink.split_k, expand)
+        _plan(group, table, tiles, y.device, config).expand(y, v, tiles, table.entries, dependent)
 
 
-def _shrink(v: Tensor, x: Tensor, group: LoraGroup, tiles: RowTiles, config: ShrinkConfig) -> None:
-    split_k = config.split_k if v.dim() == 3 else 1
-    table = _table(group)
-    pdl = _has_pdl(x.device)
-    shrink_kernel[(tiles.entries.shape[0] * split_k * config.rank_programs,)](
-        v,
-        x,
-        tiles.entries,
-        table.entries,
-        v.stride(0),
-        v.stride(-2),
-        x.stride(0),
-        table.entries.stride(0),
-        split_k,
-        config.rank_programs,
-        K=group.in_features,
-        NUM_SLICES=len(group.out_widths),
-        SLICE_COLUMNS=_slice_columns(group) if v.dim() == 3 else 0,
-        BLOCK_M=tiles.block_m,
-        BLOCK_R=config.block_r,
-        BLOCK_K=config.block_k,
-        PDL=pdl,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        **({"launch_pdl": True} if pdl else {}),
-    )
+class _Plan:
+    """A group shape's launches for a number of tiles, worked out once.
+
+    Launch keys begin with a number that stands for all that a plan fixes at compile time, whatever the tiles' number.
+    """
+
+    _numbers: ClassVar[dict[Hashable, int]] = {}
+
+    def __init__(
+        self, config: Config, in_features: int, widths: tuple[int, ...], block_m: int, num_tiles: int, max_rank: int
+    ) -> None:
+        self.config = config
+        self.in_features, self.widths, self.block_m, self.max_rank = in_features, widths, block_m, max_rank
+        self.v_columns = slice_columns(max_rank) * len(widths)
+        shrink, expand = config
+        self.shrink_programs = num_tiles * shrink.rank_programs
+        self.expand_programs = num_tiles * sum(-(-width // (expand.block_n * expand.blocks)) for width in widths)
+        fixed = (config, in_features, widths, block_m, max_rank)
+        self.number = self._numbers.setdefault(fixed, len(self._numbers))
+
+    def shrink(self, v: Tensor, x: Tensor, tiles: RowTiles, table: Tensor, dependent: bool) -> None:
+        config, parts = self.config[0], v.dim() == 3
+        split_k = config.split_k if parts else 1
+        row_stride, x_stride, table_stride, device = v.stride(-2), x.stride(0), table.stride(0), x.get_device()
+        pdl = dependent and has_pdl(device)
+        launch_shrink(
+            (self.number, parts, pdl, x.dtype, v.dtype, device, row_stride, x_stride, table_stride),
+            self.shrink_programs * split_k,
+            (v, x, tiles.entries, table),
+            (v.shape[-2], row_stride, x_stride, table_stride, split_k, config.rank_programs),
+            lambda: self._shrink_options(parts, pdl),
+        )
+
+    def expand(self, y: Tensor, v: Tensor, tiles: RowTiles, table: Tensor, dependent: bool) -> None:
+        parts = v.dim() == 3
+        row_stride, y_stride, table_stride, device = v.stride(-2), y.stride(0), table.stride(0), y.get_device()
+        pdl = dependent and has_pdl(device)
+        launch_expand(
+            (self.number, parts, pdl, y.dtype, v.dtype, device, row_stride, y_stride, table_stride),
+            self.expand_programs,
+            (y, v, tiles.entries, table),
+            (v.shape[-2], row_stride, y_stride, table_stride),
+            lambda: self._expand_options(parts, pdl),
+        )
+
+    def _shrink_options(self, parts: bool, pdl: bool) -> dict[str, Any]:
+        config = self.config[0]
+        return {
+            "K": self.in_features,
+            "NUM_SLICES": len(self.widths),
+            "SLICE_COLUMNS": slice_columns(self.max_rank) if parts else 0,
+            "BLOCK_M": self.block_m,
+            "BLOCK_R": config.block_r,
+            "BLOCK_K": config.block_k,
+            "PDL": pdl,
+            "num_warps": config.num_warps,
+            "num_stages": config.num_stages,
+            **({"launch_pdl": True} if pdl else {}),
+        }
+
+    def _expand_options(self, parts: bool, pdl: bool) -> dict[str, Any]:
+        shrink, config = self.config
+        padded = (*self.widths, *(0,) * (MAX_SLICES - len(self.widths)))
+        return {
+            **{f"WIDTH_{i}": width for i, width in enumerate(padded)},
+            "WIDTH_DIVISOR": math.gcd(16, *self.widths),
+            "SLICE_COLUMNS": slice_columns(self.max_rank) if parts else 0,
+            "MAX_RANK": self.max_rank,
+            "BLOCK_M": self.block_m,
+            "BLOCK_R": config.block_r,
+            "BLOCK_N": config.block_n,
+            "BLOCKS": config.blocks,
+            "SPLIT_K": shrink.split_k if parts else 1,
+            "PDL": pdl,
+            "num_warps": config.num_warps,
+            "num_stages": config.num_stages,
+            **({"launch_pdl": True} if pdl else {}),
+        }
 
 
-def _expand(y: Tensor, v: Tensor, group: LoraGroup, tiles: RowTiles, split_k: int, config: ExpandConfig) -> None:
-    table = _table(group)
-    pdl = _has_pdl(y.device)
-    widths = group.out_widths
-    spans = sum(-(-width // (config.block_n * config.blocks)) for width in widths)
-    width_0, width_1, width_2 = widths + [0] * (MAX_SLICES - len(widths))
-    expand_kernel[(tiles.entries.shape[0] * spans,)](
-        y,
-        v,
-        tiles.entries,
-        table.entries,
-        v.stride(0),
-        v.stride(-2),
-        y.stride(0),
-        table.entries.stride(0),
-        WIDTH_0=width_0,
-        WIDTH_1=width_1,
-        WIDTH_2=width_2,
-        WIDTH_DIVISOR=math.gcd(16, *widths),
-        SLICE_COLUMNS=_slice_columns(group) if v.dim() == 3 else 0,
-        MAX_RANK=table.max_rank,
-        BLOCK_M=tiles.block_m,
-        BLOCK_R=config.block_r,
-        BLOCK_N=config.block_n,
-        BLOCKS=config.blocks,
-        SPLIT_K=split_k if v.dim() == 3 else 1,
-        PDL=pdl,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        **({"launch_pdl": True} if pdl else {}),
-    )
+def _empty_v(x: Tensor, plans: Sequence[_Plan]) -> Tensor:
+    split_k = max(plan.config[0].split_k for plan in plans)
+    return torch.empty(split_k, x.shape[0], plans[0].v_columns, dtype=torch.float32, device=x.device)
 
 
-def _configure(group: LoraGroup, tiles: RowTiles) -> tuple[ShrinkConfig, ExpandConfig]:
-    table = _table(group)
-    return choose_config(
-        tiles.block_m,
-        tiles.entries.shape[0],
-        group.in_features,
-        len(group.out_widths),
-        table.max_rank,
-        table.dtype.itemsize,
-    )
+def _plan(group: LoraGroup, table: SlotTable, tiles: RowTiles, device: torch.device, config: Config | None) -> _Plan:
+    return _cached_plan(
+        tiles.block_m, tiles.entries.shape[0], group.in_features, group.out_offsets, table.max_rank,
+        table.dtype.itemsize, device, config,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def _cached_plan(
+    block_m: int,
+    num_tiles: int,
+    in_features: int,
+    out_offsets: tuple[int, ...],
+    max_rank: int,
+    itemsize: int,
+    device: torch.device,
+    config: Config | None,
+) -> _Plan:
+    widths = tuple(stop - start for start, stop in pairwise(out_offsets))
+    if config is None:
+        name = device_name(device)
+        config = choose_config(block_m, num_tiles, in_features, widths, max_rank, itemsize, name)
+    return _Plan(config, in_features, widths, block_m, num_tiles, max_rank)
 
 
 def _tiles(segments: Segments) -> tuple[RowTiles, ...]:
-    """Those of the families that have any rows with adapters."""
+    """One a family that has any rows with adapters."""
     if segments.tiles is None:
         raise ValueError("segments were built without tiles: build them on the CUDA device, or give them RowTiles")
-    return tuple(tiles for tiles in segments.tiles if tiles.entries.shape[0])
+    return segments.tiles
 
 
 def _table(group: LoraGroup) -> SlotTable:
     if group.table is None:
         raise ValueError("the LoRA group has no slot table: make SlotTables over the model's groups first")
     return group.table
-
-
-def _slice_columns(group: LoraGroup) -> int:
-    """Columns of a slice in partial sums: whole blocks, so that the expand need not mask them one by one."""
-    max_rank = _table(group).max_rank
-    block = rank_block(max_rank)
-    return -(-max_rank // block) * block
 
 
 def _check_operand(t: Tensor, table: SlotTable, features: int) -> None:
@@ -158,6 +233,6 @@ def _check_operand(t: Tensor, table: SlotTable, features: int) -> None:
 
 
 @cache
-def _has_pdl(device: torch.device) -> bool:
-    """Programmatic dependent launch came with Hopper."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+def has_pdl(device: int) -> bool:
+    """Programmatic dependent launch came with Hopper. ``device``: of CUDA; below 0 for a CPU."""
+    return device >= 0 and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -1,11 +1,13 @@
-"""How the Triton kernels are cut for a launch: a rule. A measured table can answer before it in ``choose_config``."""
+"""How the Triton kernels are cut for a launch: from a measured table (``tuned``), and by a rule where it is silent."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
-from punica_batch_kernels.sgmv.tiles import GROUPED, PER_ROW, PREFILL
+from punica_batch_kernels.sgmv.tiles import GROUPED, PER_ROW, PREFILL, tile_bucket
+from punica_batch_kernels.sgmv.tuned import TableKey, read_table
 
 # Programs that keep an A100's or an H200's multiprocessors (108, 132) busy.
 _PROGRAMS = {PER_ROW: 1056, GROUPED: 264, PREFILL: 132}
@@ -39,15 +41,38 @@ class ExpandConfig:
     num_stages: int
 
 
-@lru_cache(maxsize=4096)
+Config = tuple[ShrinkConfig, ExpandConfig]
+
+
 def choose_config(
-    block_m: int, num_tiles: int, in_features: int, num_slices: int, max_rank: int, itemsize: int
-) -> tuple[ShrinkConfig, ExpandConfig]:
-    """For ``num_tiles`` row tiles of ``block_m`` rows and slices of ranks up to ``max_rank``."""
+    block_m: int,
+    num_tiles: int,
+    in_features: int,
+    widths: tuple[int, ...],
+    max_rank: int,
+    itemsize: int,
+    device: str = "",
+) -> Config:
+    """For ``num_tiles`` row tiles of ``block_m`` rows and slices of ``widths`` with ranks up to ``max_rank``.
+
+    From the table of ``device`` (as ``tuned.device_name`` says it) where it has an entry, else by the rule.
+    """
+    key = table_key(block_m, num_tiles, in_features, widths, max_rank, itemsize)
+    return load_table(device).get(key) or rule(block_m, num_tiles, in_features, len(widths), max_rank, itemsize)
+
+
+def table_key(
+    block_m: int, num_tiles: int, in_features: int, widths: tuple[int, ...], max_rank: int, itemsize: int
+) -> TableKey:
+    """Tiles and ranks are looked up by their buckets."""
+    return TableKey(block_m, tile_bucket(num_tiles), in_features, widths, max(16, _power_of_2(max_rank)), itemsize)
+
+
+def rule(block_m: int, num_tiles: int, in_features: int, num_slices: int, max_rank: int, itemsize: int) -> Config:
+    """What was best on an H200 with a 7B model's shape at rank 16, by one formula for all shapes and ranks."""
     rank_sum = max_rank * num_slices
     expand_r = rank_block(max_rank)
-    # Blocks are sized in bytes: two-byte types get twice the elements that float32 gets. The numbers were measured on
-    # an H200 with a 7B model's shape at rank 16.
+    # blocks are sized in bytes: two-byte types get twice the elements that float32 gets
     if block_m == PER_ROW:
         # few rows: more and smaller programs; many: longer loads
         block_r, block_bytes, stages = 16, min(max(16 * _power_of_2(num_tiles), 512), 2048), 1
@@ -69,6 +94,18 @@ def choose_config(
 def rank_block(max_rank: int) -> int:
     """Ranks that the expand takes at a time at most; a slice's columns in v are a multiple of it."""
     return min(max(_power_of_2(max_rank), 16), 64)
+
+
+def slice_columns(max_rank: int) -> int:
+    """Columns of a slice in partial sums: whole blocks, so that the expand need not mask them one by one."""
+    block = rank_block(max_rank)
+    return -(-max_rank // block) * block
+
+
+@cache
+def load_table(device: str) -> Mapping[TableKey, Config]:
+    """The table that the package ships for ``device``; empty where there is none."""
+    return {key: (ShrinkConfig(**shrink), ExpandConfig(**expand)) for key, shrink, expand in read_table(device)}
 
 
 def _power_of_2(n: int) -> int:

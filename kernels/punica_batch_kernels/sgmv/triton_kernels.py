@@ -25,6 +25,13 @@ def _weights(address, element_type: tl.constexpr):
 
 
 @triton.jit
+def _tile(tiles_ptr, tile):
+    """A tile's first row, how many rows it has (0: it is unused), and its slot."""
+    first_row = tl.load(tiles_ptr + tile * 4).to(tl.int64)
+    return first_row, tl.load(tiles_ptr + tile * 4 + 1), tl.load(tiles_ptr + tile * 4 + 2).to(tl.int64)
+
+
+@triton.jit
 def _rank_and_column(packed, index, SLICE_COLUMNS: tl.constexpr):
     """Of a table's pair entry for slice ``index``: its rank, and where its ranks begin in v."""
     if SLICE_COLUMNS > 0:
@@ -45,13 +52,16 @@ def _columns(entry, r, NUM_SLICES: tl.constexpr, SLICE_COLUMNS: tl.constexpr):
     return column
 
 
-@triton.jit(do_not_specialize=["split_k", "rank_programs"])
+@triton.jit(
+    do_not_specialize=["num_rows", "split_k", "rank_programs"],
+    do_not_specialize_on_alignment=["tiles_ptr", "table_ptr"],
+)
 def shrink_kernel(
     v_ptr,  # [split_k, T, at least rank sum]
     x_ptr,  # [T, K]
     tiles_ptr,  # int32 [N, 4]
     table_ptr,  # int64 [slots, columns]
-    v_stride_split,
+    num_rows,  # T
     v_stride_row,
     x_stride_row,
     table_stride,
@@ -69,12 +79,14 @@ def shrink_kernel(
     pid = tl.program_id(0)
     rank_program = pid % rank_programs
     split = pid // rank_programs % split_k
-    tile = tiles_ptr + pid // (rank_programs * split_k) * 4
+    tile = pid // (rank_programs * split_k)
     if PDL:
         gdc_launch_dependents()
-    first_row = tl.load(tile).to(tl.int64)
-    rows = tl.load(tile + 1)
-    entry = table_ptr + tl.load(tile + 2).to(tl.int64) * table_stride
+    first_row, rows, slot = _tile(tiles_ptr, tile)
+    # an unused tile: gone at once, but for the first, as one program at least must wait for the kernel before
+    if (rows == 0) & (tile > 0):
+        return
+    entry = table_ptr + slot * table_stride
     rank = tl.load(entry).to(tl.int32)
     a_ptr = _weights(tl.load(entry + 1), x_ptr.dtype.element_ty)
     if PDL:
@@ -87,7 +99,7 @@ def shrink_kernel(
     first_block = split * per_split
     last_block = tl.minimum(first_block + per_split, BLOCKS)
     x_ptr += first_row * x_stride_row
-    v_ptr += split.to(tl.int64) * v_stride_split + first_row * v_stride_row
+    v_ptr += (split.to(tl.int64) * num_rows + first_row) * v_stride_row
     ks = tl.arange(0, BLOCK_K)
     EVEN_K: tl.constexpr = K % BLOCK_K == 0
     for r0 in range(rank_program * BLOCK_R, rank, rank_programs * BLOCK_R):
@@ -120,7 +132,7 @@ def shrink_kernel(
 @triton.jit
 def _sum_splits(
     v_ptr,
-    v_stride_split,
+    num_rows,
     v_stride_row,
     rows,
     r,
@@ -133,7 +145,7 @@ def _sum_splits(
 
     One row: [BLOCK_R]. ``SPLIT_K`` is a power of two.
     """
-    splits = v_ptr + tl.arange(0, SPLIT_K).to(tl.int64) * v_stride_split
+    splits = v_ptr + tl.arange(0, SPLIT_K).to(tl.int64) * num_rows * v_stride_row
     # within a slice's columns no rank is masked, and so 16 bytes load at a time; what lies beyond the rank is dropped
     if BLOCK_M == 1:
         mask = (r < rank)[None, :] if SLICE_COLUMNS == 0 else None
@@ -180,13 +192,13 @@ def _y_block(y_ptr, y_stride_row, rows, n, width, BLOCK_M: tl.constexpr):
     return at, mask
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["tiles_ptr", "table_ptr"])
 def expand_kernel(
     y_ptr,  # [T, all slices side by side]
     v_ptr,  # [SPLIT_K, T, columns]
     tiles_ptr,  # int32 [N, 4]
     table_ptr,  # int64 [slots, columns]
-    v_stride_split,
+    num_rows,  # T
     v_stride_row,
     y_stride_row,
     table_stride,
@@ -212,16 +224,17 @@ def expand_kernel(
         gdc_launch_dependents()
     pid = tl.program_id(0)
     span = pid % (SPANS_0 + SPANS_1 + SPANS_2)
-    tile = tiles_ptr + pid // (SPANS_0 + SPANS_1 + SPANS_2) * 4
+    tile = pid // (SPANS_0 + SPANS_1 + SPANS_2)
+    first_row, rows, slot = _tile(tiles_ptr, tile)
+    if (rows == 0) & (tile > 0):  # as in the shrink
+        return
     in_1, in_2 = span >= SPANS_0, span >= SPANS_0 + SPANS_1
     index = in_1.to(tl.int32) + in_2.to(tl.int32)
     width = tl.multiple_of(tl.where(in_2, WIDTH_2, tl.where(in_1, WIDTH_1, WIDTH_0)), WIDTH_DIVISOR)
     start = tl.multiple_of(tl.where(in_2, WIDTH_0 + WIDTH_1, tl.where(in_1, WIDTH_0, 0)), WIDTH_DIVISOR)
     span -= tl.where(in_2, SPANS_0 + SPANS_1, tl.where(in_1, SPANS_0, 0))
 
-    first_row = tl.load(tile).to(tl.int64)
-    rows = tl.load(tile + 1)
-    entry = table_ptr + tl.load(tile + 2).to(tl.int64) * table_stride + 2 + 2 * index
+    entry = table_ptr + slot * table_stride + 2 + 2 * index
     b_ptr = _weights(tl.load(entry), y_ptr.dtype.element_ty)
     rank, column = _rank_and_column(tl.load(entry + 1), index, SLICE_COLUMNS)
     rank = tl.where(rows > 0, rank, 0)
@@ -238,7 +251,7 @@ def expand_kernel(
     y_ptr += first_row * y_stride_row + start
     y_at, mask = _y_block(y_ptr, y_stride_row, rows, n, width, BLOCK_M)
     y = tl.load(y_at, mask=mask, other=0.0)
-    v = _sum_splits(v_ptr, v_stride_split, v_stride_row, rows, ranks, rank, SLICE_COLUMNS, BLOCK_M, SPLIT_K)
+    v = _sum_splits(v_ptr, num_rows, v_stride_row, rows, ranks, rank, SLICE_COLUMNS, BLOCK_M, SPLIT_K)
     for i in tl.static_range(BLOCKS):
         if i + 1 < BLOCKS:  # ask for the next block before this one is used
             next_n = n + BLOCK_N
@@ -249,7 +262,7 @@ def expand_kernel(
         if MAX_RANK > BLOCK_R:
             for r0 in tl.range(BLOCK_R, rank, BLOCK_R, num_stages=1):
                 r = r0 + ranks
-                more = _sum_splits(v_ptr, v_stride_split, v_stride_row, rows, r, rank, SLICE_COLUMNS, BLOCK_M, SPLIT_K)
+                more = _sum_splits(v_ptr, num_rows, v_stride_row, rows, r, rank, SLICE_COLUMNS, BLOCK_M, SPLIT_K)
                 add += _product(more, _load_b(b_ptr, r, rank, n, width), BLOCK_M)
         tl.store(y_at, (y.to(tl.float32) + add).to(y_ptr.dtype.element_ty), mask=mask)
         if i + 1 < BLOCKS:

@@ -42,18 +42,29 @@ class Segments:
     tiles: tuple[RowTiles, ...] | None = None
 
     @classmethod
-    def build(cls, seg_indptr: list[int], lora_indices: list[int], device: torch.device | str = "cpu") -> Segments:
-        """Raises ``ValueError`` unless starts rise from 0 and there is one slot a segment."""
+    def build(
+        cls,
+        seg_indptr: list[int],
+        lora_indices: list[int],
+        device: torch.device | str = "cpu",
+        tiles: tuple[RowTiles, ...] | None = None,
+    ) -> Segments:
+        """``tiles``: those of these segments, where they are on the device already; then nothing is sent there.
+
+        Raises ``ValueError`` unless starts rise from 0 and there is one slot a segment.
+        """
         if len(seg_indptr) != len(lora_indices) + 1 or seg_indptr[0] != 0:
             raise ValueError("seg_indptr needs one more entry than lora_indices and must begin with 0")
         if any(b < a for a, b in pairwise(seg_indptr)):
             raise ValueError("seg_indptr must not fall")
+        if tiles is not None:
+            device = "cpu"
         return cls(
             torch.tensor(seg_indptr, dtype=torch.int32, device=device),
             torch.tensor(lora_indices, dtype=torch.int32, device=device),
             tuple(seg_indptr),
             tuple(lora_indices),
-            build_tiles(seg_indptr, lora_indices, device) if torch.device(device).type == "cuda" else None,
+            build_tiles(seg_indptr, lora_indices, device) if torch.device(device).type == "cuda" else tiles,
         )
 
     @property

@@ -1,0 +1,127 @@
+"""How SGMV is launched on a GPU: directly, beside the base product in a graph, and without waiting for anything."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from punica_batch_kernels.sgmv import backend_for
+from punica_batch_kernels.sgmv.tiles import GROUPED, PER_ROW, RowTiles, plan_families, tile_bucket
+from punica_batch_kernels.sgmv.types import LoraGroup, Segments
+from torch import Tensor
+from torch.nn import functional
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
+from sgmv_cases import check, expected, make_group, make_segments
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+CUDA = torch.device("cuda")
+WIDTHS = (512, 128, 128)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def empty(dtype: torch.dtype = torch.float16) -> Tensor:
+    return torch.empty(0, dtype=dtype, device=CUDA)
+
+
+def shifted(columns: int, rows: int, by: int) -> Tensor:
+    """[rows, columns] of float16 whose first byte is ``2 * by`` beyond a multiple of 16."""
+    return torch.randn(rows * columns + by, device=CUDA).half()[by:].view(rows, columns)
+
+
+def test_direct_launches_are_taken_and_right() -> None:
+    """From the second launch of a shape on; other tiles' numbers and rows are still that shape."""
+    from punica_batch_kernels.sgmv import triton_backend
+
+    group = make_group([(16,) * 3] * 4, 1024, WIDTHS, empty())
+    for rows in (5, 5, 9, 9, 30):
+        layout = [(i % 4, 1) for i in range(rows)]
+        check(triton_backend.add_lora, group, make_segments(layout, CUDA, PER_ROW), empty())
+    for launch in (triton_backend.launch_shrink, triton_backend.launch_expand):
+        assert launch._direct, "the installed Triton launches as expected"
+        assert launch._compiled
+
+
+@pytest.mark.parametrize("block_m", [PER_ROW, GROUPED])
+def test_unaligned_rows_after_aligned_ones(block_m: int) -> None:
+    group = make_group([(16,), (5,)], 1024, (512,), empty())
+    segments = make_segments([(0, 3), (1, 2)], CUDA, block_m)
+    for by in (0, 0, 1, 3, 0):
+        x, y = shifted(1024, 5, by), shifted(512, 5, by)
+        want = expected(y, x, group, segments)
+        backend_for(CUDA).add_lora(y, x, group, segments)
+        torch.testing.assert_close(y.double(), want, atol=1e-2, rtol=1e-2)
+
+
+def test_nothing_waits_for_the_device() -> None:
+    group = make_group([(16,) * 3], 1024, WIDTHS, empty())
+    segments = make_segments([(0, 40)], CUDA)
+    x, y = torch.randn(40, 1024, device=CUDA).half(), torch.zeros(40, 768, device=CUDA).half()
+    backend_for(CUDA).add_lora(y, x, group, segments)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        backend_for(CUDA).add_lora(y, x, group, segments)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def static_tiles(starts: list[int], slots: list[int]) -> tuple[RowTiles, ...]:
+    """Padded to buckets, as an engine with static buffers has them."""
+    return tuple(
+        RowTiles.build(starts, family.lora_indices, CUDA, family.block_m, tile_bucket(family.num_tiles))
+        for family in plan_families(starts, slots)
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["distinct", "identical"])
+def test_a_graph_of_layers_with_shrinks_beside_the_products(kind: str, dtype: torch.dtype) -> None:
+    """Each layer's input is made from the one before, so that nothing may start early, nor memory be reused early."""
+    rows, hidden, layers = 32, 1024, 6
+    tolerance = 1e-2 if dtype == torch.float16 else 6e-2
+    slots = list(range(rows)) if kind == "distinct" else [0]
+    starts = list(range(rows + 1)) if kind == "distinct" else [0, rows]
+    shapes = [((hidden,), hidden), ((512, 256, 256), hidden)] * layers
+    groups = [make_group([(16,) * len(w)] * rows, into, w, empty(dtype), 32) for w, into in shapes]
+    weights = [(torch.randn(sum(w), into, device=CUDA) / into**0.5).to(dtype) for w, into in shapes]
+    host = Segments.build(starts, slots)
+    segments = Segments(host.seg_indptr, host.lora_indices, tuple(starts), tuple(slots), static_tiles(starts, slots))
+    backend = backend_for(CUDA)
+    assert backend.lora_linear is not None
+    x0 = torch.randn(rows, hidden, device=CUDA).to(dtype)
+
+    def forward(linear: object) -> list[Tensor]:
+        x, ys = x0, []
+        for group, weight in zip(groups, weights, strict=True):
+            y = linear(lambda x, weight=weight: functional.linear(x, weight), x, group, segments)  # type: ignore[operator]
+            ys.append(y)
+            x = functional.rms_norm(y, y.shape[-1:])
+        return ys
+
+    def one_after_the_other(base: object, x: Tensor, group: LoraGroup, segments: Segments) -> Tensor:
+        y: Tensor = base(x)  # type: ignore[operator]
+        backend.add_lora(y, x, group, segments)
+        return y
+
+    forward(backend.lora_linear)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = forward(backend.lora_linear)
+    for _ in range(5):
+        x0.normal_()
+        want = forward(one_after_the_other)
+        for _ in range(3):
+            graph.replay()
+        torch.cuda.synchronize()
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance)

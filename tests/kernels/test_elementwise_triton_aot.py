@@ -1,0 +1,106 @@
+"""The rotation's and the sampler's kernels compile for an A100 and an H100, without a GPU."""
+
+# ruff: noqa: E402 (what needs Triton is imported once it is known to be there)
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+from punica_batch_kernels.elementwise import triton_rope
+from punica_batch_kernels.elementwise.types import QKNorm
+from punica_batch_kernels.sampling import triton_backend
+from punica_batch_kernels.sampling.types import DrawParams
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+TYPES = {
+    torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64",
+    torch.bool: "*i1", torch.int32: "*i32", torch.int64: "*i64",
+}  # fmt: skip
+A100_SHARED_MEMORY = 163 * 1024  # of one block, the smaller of the two
+PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+
+pytestmark = [
+    pytest.mark.skipif(
+        not (PTXAS.exists() or "TRITON_PTXAS_PATH" in os.environ or shutil.which("ptxas")),
+        reason="needs ptxas, which assembles for the GPU",
+    ),
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"),
+]
+
+Launches = list[tuple[Any, tuple[Any, ...], dict[str, Any]]]
+
+
+class Recorder:
+    """Stands for a kernel and keeps what it was launched with."""
+
+    def __init__(self, kernel: Any, launches: Launches) -> None:
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *args, **kwargs: self.launches.append((self.kernel, args, kwargs))
+
+
+def compile_for(capability: int, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """As the just-in-time compiler would for this launch."""
+    fixed = {p.name for p in kernel.params if p.do_not_specialize}
+    signature, aligned = {}, {}
+    for i, (name, value) in enumerate(zip(kernel.arg_names, args, strict=False)):
+        other = "fp32" if isinstance(value, float) else "i32"
+        signature[name] = TYPES[value.dtype] if isinstance(value, torch.Tensor) else other
+        if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0 and name not in fixed):
+            aligned[(i,)] = [["tt.divisibility", 16]]
+    constants = {name: value for name, value in kwargs.items() if name != "num_warps"}
+    source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constants, aligned)
+    target = GPUTarget("cuda", capability, 32)
+    return triton.compile(source, target=target, options={"num_warps": kwargs["num_warps"]})
+
+
+def compile_all(launches: Launches, capability: int) -> list[str]:
+    compiled = [compile_for(capability, *launch) for launch in launches]
+    assert all(c.metadata.shared <= A100_SHARED_MEMORY for c in compiled)
+    texts = [c.asm["ptx"] for c in compiled]
+    assert not any("ld.local" in text for text in texts)
+    return texts
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_sampling_compiles(dtype: torch.dtype, capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches: Launches = []
+    for name in ("argmax_split_kernel", "argmax_join_kernel", "draw_kernel"):
+        monkeypatch.setattr(triton_backend, name, Recorder(getattr(triton_backend, name), launches))
+    logits = torch.zeros(4, 128_256, dtype=dtype)
+    found = triton_backend.greedy(logits)
+    params = DrawParams(torch.zeros(4, 4, dtype=torch.int64), torch.zeros(3, 4, dtype=torch.float64))
+    triton_backend.draw(logits, found, params, span=26.1)
+    split, join, draw = compile_all(launches, capability)
+    assert "f64" not in split + join
+    assert "div.rn.f64" in draw, "scores are divided as torch divides them"
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+def test_rope_compiles(head_dim: int, dtype: torch.dtype, capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches: Launches = []
+    monkeypatch.setattr(
+        triton_rope, "rope_and_write_kv_kernel", Recorder(triton_rope.rope_and_write_kv_kernel, launches)
+    )
+    cache, angles = torch.zeros(4, 16, 8, head_dim, dtype=dtype), torch.zeros(3, 1, head_dim // 2)
+    qkv, slots = torch.zeros(3, 48, head_dim, dtype=dtype), torch.zeros(3, dtype=torch.int64)
+    for norm in (None, QKNorm(qkv[0, 0], qkv[0, 0], 1e-6)):
+        triton_rope.rope_and_write_kv(qkv, 32, norm, angles, angles, cache, cache, slots)
+    texts = compile_all(launches, capability)
+    assert "sqrt.rn" not in texts[0]
+    assert "sqrt.rn" in texts[1]
+    if head_dim != 80:
+        assert all("ld.global.b16" not in text.replace("::", ".") for text in texts), "heads load 16 bytes at a time"
