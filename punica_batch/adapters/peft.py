@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -103,12 +103,12 @@ class LoadedAdapter:
 def inspect_adapter(spec: AdapterSpec, storage_options: Mapping[str, Any] | None = None) -> AdapterFiles:
     """Reads the config and the weights' header, nothing more. Raises ``AdapterError`` or ``StoreAway``."""
     folder = Folder(spec.path, storage_options)
-    config_bytes = _read_config(spec, folder)
+    config_bytes = read_config(spec, folder)
     try:
         config = LoraConfig.from_dict(_parse_config(config_bytes))
     except AdapterError as exc:
         raise _error(spec, f"{CONFIG_NAME}: {exc}") from exc
-    stamp = _weights_stamp(spec, folder)
+    stamp = weights_stamp(spec, folder)
     try:
         head = folder.read(WEIGHTS_NAME, 0, _FIRST_READ_BYTES)
         stop = PREFIX_BYTES + header_length(head, stamp.size)
@@ -176,9 +176,9 @@ def load_adapter(
         count != files.nbytes
         or head != files.header_sha256
         or folder.stamp(WEIGHTS_NAME) != files.weights_stamp
-        or hashlib.sha256(_read_config(files.spec, folder)).hexdigest() != files.config_sha256
+        or hashlib.sha256(read_config(files.spec, folder)).hexdigest() != files.config_sha256
     ):
-        raise files.error("its files have changed since they were checked; run the job again")
+        raise files_changed(files.spec)
     weights_sha256 = digest.hexdigest()
     if cache is not None:
         cache.put(folder.identity(WEIGHTS_NAME), files.weights_stamp, weights_sha256)
@@ -213,15 +213,36 @@ def adapter_digest(files: AdapterFiles, cache: DigestCache | None = None) -> str
     """SHA-256 (hex) over the digests of config and weights; reads the weights unless ``cache`` knows them."""
     weights = file_digest(files.folder, WEIGHTS_NAME, files.weights_stamp, cache)
     if weights is None:
-        raise files.error("its files have changed since they were checked; run the job again")
+        raise files_changed(files.spec)
     return combine(files.config_sha256, weights)
+
+
+def has_base_copies(files: AdapterFiles) -> bool:
+    """Whether PEFT saved whole base layers beside the adapter's own tensors."""
+    return bool(_base_copies(files))
+
+
+def files_changed(spec: AdapterSpec) -> AdapterError:
+    return _error(spec, "its files have changed since they were checked; run the job again")
+
+
+def check_finite(
+    files: AdapterFiles, bound: Mapping[str, LoraModule], data: NDArray[np.uint8], spec: AdapterSpec
+) -> None:
+    """Raises ``AdapterError`` naming a tensor that holds NaN or Inf. ``data``: that of ``spec``'s weights file, without
+    its header, which is the same as that of ``files``."""
+    files = replace(files, spec=spec)
+    for module in bound.values():
+        for name in (module.a_name, module.b_name):
+            _finite(files, data, name)
 
 
 def _error(spec: AdapterSpec, sentence: str) -> AdapterError:
     return AdapterError(f"adapter {spec.name!r} ({Folder(spec.path).shown()}): {sentence}")
 
 
-def _read_config(spec: AdapterSpec, folder: Folder) -> bytes:
+def read_config(spec: AdapterSpec, folder: Folder) -> bytes:
+    """The config's content. Raises ``AdapterError`` when there is none or it is too large."""
     stamp = folder.stamp(CONFIG_NAME)
     if stamp is None:
         raise _error(spec, f"there is no {CONFIG_NAME}")
@@ -240,7 +261,8 @@ def _parse_config(content: bytes) -> Mapping[str, Any]:
     return raw
 
 
-def _weights_stamp(spec: AdapterSpec, folder: Folder) -> FileStamp:
+def weights_stamp(spec: AdapterSpec, folder: Folder) -> FileStamp:
+    """The weights file's. Raises ``AdapterError`` when there is none."""
     stamp = folder.stamp(WEIGHTS_NAME)
     if stamp is not None:
         return stamp

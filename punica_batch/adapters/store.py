@@ -13,6 +13,7 @@ import stat
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import fsspec
@@ -104,6 +105,13 @@ class Folder:
 
         return self._retry(name, read)
 
+    def read_into(self, name: str, memory: memoryview) -> int:
+        """Fills ``memory`` with the file's first bytes, a local file's in as few calls as there can be, as each takes a
+        turn at the interpreter's lock. Returns how many bytes there are, as ``stream`` does."""
+        if is_remote(self.url):
+            return self.stream(name, len(memory), lambda at, length: memory[at : at + length], lambda piece: None)
+        return self._retry(name, lambda fs, path: _read_into(path, memory))
+
     def identity(self, name: str) -> str:
         """The file's full address, the same for every way to write it; may hold credentials: never shown or stored."""
         fs, root = connect(self.url, self._options)
@@ -131,12 +139,21 @@ class Folder:
 
 def connect(url: str, storage_options: Mapping[str, Any]) -> tuple[Any, str]:
     """(fsspec filesystem, path in it). A wrong URL or a missing driver is an ``AdapterError``."""
+    if os.path.isabs(url):
+        return _connect_local(url)
     options = storage_options if is_remote(url) else {}
     try:
         fs, path = fsspec.core.url_to_fs(url, **options)
     except (ImportError, ValueError, TypeError) as exc:
         hint = f"; {exc}" if isinstance(exc, ImportError) else ""
         raise AdapterError(f"{redact(url)}: no file store for this URL{hint}") from exc
+    return fs, str(path)
+
+
+@lru_cache(maxsize=4096)
+def _connect_local(path: str) -> tuple[Any, str]:
+    """Kept, as taking a path apart costs more than opening the file."""
+    fs, path = fsspec.core.url_to_fs(path)
     return fs, str(path)
 
 
@@ -186,6 +203,17 @@ def _local_stamp(path: str) -> FileStamp | None:
     if not stat.S_ISREG(status.st_mode):  # opening a FIFO would wait for ever
         raise AdapterError(f"{redact(path)}: not a regular file")
     return FileStamp(status.st_size, str(status.st_mtime_ns), status.st_ino, status.st_mtime)
+
+
+def _read_into(path: str, memory: memoryview) -> int:
+    done = 0
+    with open(path, "rb", buffering=0) as file:
+        while done < len(memory):
+            count = file.readinto(memory[done:])
+            if not count:
+                return done
+            done += count
+        return done + len(file.read(1) or b"")
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:

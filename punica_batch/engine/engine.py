@@ -1,14 +1,19 @@
-"""One worker's engine: requests in, finished rows out. ``Engine.step`` is the architecture in five lines."""
+"""One worker's engine: requests in, finished rows out. ``Engine.step`` is the architecture in ten lines."""
 
 from __future__ import annotations
 
+from collections import deque
+
+import torch
+
 from punica_batch.engine.lora_store import LoraStore
-from punica_batch.engine.model_runner import ModelRunner, SampledTokens
+from punica_batch.engine.model_runner import ModelRunner, PendingStep
 from punica_batch.engine.rows import Endings, RowState
 from punica_batch.engine.settings import EngineSettings
-from punica_batch.errors import RowError
+from punica_batch.errors import JobError, RowError
 from punica_batch.scheduler.batch import build_arrays
 from punica_batch.scheduler.scheduler import ScheduledBatch, Scheduler, SchedulerConfig
+from punica_batch.scheduler.sequence import Sequence
 from punica_batch.types import Request, RowResult, WorkerStats
 
 # How long a step that finds nothing but loading adapters waits for one, seconds.
@@ -21,9 +26,21 @@ class Engine:
     ``add`` rows at any time and call ``step`` while ``has_work``: it answers the rows that have ended, each once,
     failed ones too. A row's failure (too long, bad adapter, NaN) never raises; ``StoreAway`` does, when adapter files
     cannot be had. Not for use by several threads.
+
+    ``steps_ahead`` (0 or 1) steps are enqueued before the outcome of the one before is looked at, so that a device
+    never waits for the host: the ids it sampled stay there for the next step, a row that ends by its length takes no
+    part in it, and what a row that ends by a stop computes too much is dropped.
     """
 
-    def __init__(self, runner: ModelRunner, lora_store: LoraStore, endings: Endings, settings: EngineSettings) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        lora_store: LoraStore,
+        endings: Endings,
+        settings: EngineSettings,
+        *,
+        steps_ahead: int = 0,
+    ) -> None:
         self.runner = runner
         self.lora_store = lora_store
         self.settings = settings
@@ -36,9 +53,15 @@ class Engine:
             ),
             lora_store,
         )  # fmt: skip
+        self._steps_ahead = steps_ahead
+        self._under_way: deque[tuple[list[Sequence], PendingStep]] = deque()  # steps enqueued and not yet collected
         self._rows: dict[int, RowState] = {}
         self._results: list[RowResult] = []
         self._prompt_tokens = self._generated_tokens = self._preemptions = self._steps = 0
+
+    def warm_up(self) -> None:
+        """Does before the first step what would hold up later ones: compiles kernels, records graphs."""
+        self.runner.warm_up()
 
     def add(self, request: Request) -> None:
         """Takes a row, whose number must not be in work. One that can never run fails in the next ``step``."""
@@ -56,14 +79,16 @@ class Engine:
             self.lora_store.prefetch([request.lora_id])
 
     def step(self) -> list[RowResult]:
-        """Runs one step of the batch. Answers the rows (all samples) that have ended since the last call."""
+        """Enqueues a step of the batch. Answers the rows (all samples) that have been found to end since the last
+        call: with ``steps_ahead``, those of the step before."""
         self._fail_rows_of(self.lora_store.poll())
         batch = self._scheduler.schedule()
-        if batch is None:
+        if batch is not None:
+            self._enqueue(batch)
+        elif not self._under_way:
             return self._idle()
-        sampled = self.runner.collect(self.runner.execute(build_arrays(batch, self.settings.block_size)))
-        self._scheduler.update(batch, sampled.token_ids)
-        self._end(batch, sampled)
+        if self._under_way and (batch is None or len(self._under_way) > self._steps_ahead):
+            self._collect(*self._under_way.popleft())
         return self._take_results()
 
     def take_back(self, count: int) -> list[Request]:
@@ -98,7 +123,9 @@ class Engine:
         self._scheduler.check_integrity()
         self.lora_store.check_integrity()
         in_work = {s.request.row for s in (*self._scheduler.running, *self._scheduler.waiting)}
-        assert in_work == set(self._rows)
+        ending = {s.request.row for sequences, _ in self._under_way for s in sequences}
+        assert in_work <= set(self._rows) <= in_work | ending
+        assert len(self._under_way) <= self._steps_ahead
 
     def close(self) -> None:
         """Ends the loading threads."""
@@ -136,23 +163,49 @@ class Engine:
             self.lora_store.wait(_LOADING_WAIT)
         return self._take_results()
 
-    def _end(self, batch: ScheduledBatch, sampled: SampledTokens) -> None:
-        """Tells the rows of their tokens and takes those that ended with them out of the batch."""
-        sequences = batch.sampled
+    def _enqueue(self, batch: ScheduledBatch) -> None:
+        """Starts a step, and ends what has its full length with it: the next one is planned without."""
+        try:
+            pending = self.runner.execute(build_arrays(batch, self.settings.block_size))
+        except torch.OutOfMemoryError as error:
+            self._take_smaller_steps(batch.num_tokens, error)
+            return
+        self._under_way.append((batch.sampled, pending))
+        self._scheduler.advance(batch)
         self._steps += 1
         self._preemptions += len(batch.preempted)
-        self._generated_tokens += len(sequences)
         self._prompt_tokens += batch.num_tokens - len(batch.decodes)
-        for i, (chosen, top) in sampled.logprobs.items():
-            self._rows[sequences[i].request.row].add_logprobs(sequences[i], chosen, top)
-        for sequence, token_id, finite in zip(sequences, sampled.token_ids, sampled.finite, strict=True):
-            row = self._rows.get(sequence.request.row)
-            if row is None:  # another sample of it has failed in this step
-                continue
-            if not finite:
-                self._fail(row.request, RowError("nan_logits", "the model computed NaN or Inf for this row"))
-            elif row.push(sequence, token_id):
+        for sequence in batch.sampled:
+            if self._rows[sequence.request.row].ends_by_length(sequence):
                 self._scheduler.finish(sequence)
+
+    def _take_smaller_steps(self, num_tokens: int, error: torch.OutOfMemoryError) -> None:
+        """After a step of ``num_tokens`` rows that did not fit: it is planned anew, with half of them at most."""
+        scheduler = self._scheduler
+        if scheduler.max_num_batched_tokens == self.settings.max_num_seqs:
+            raise JobError(
+                f"the GPU's memory does not hold a step of {num_tokens} tokens: lower --max-num-seqs or "
+                "--gpu-memory-utilization"
+            ) from error
+        scheduler.max_num_batched_tokens = max(num_tokens // 2, self.settings.max_num_seqs)
+        torch.cuda.empty_cache()
+
+    def _collect(self, sequences: list[Sequence], pending: PendingStep) -> None:
+        """Waits for a step, tells the rows of their tokens and takes those that ended with them out of the batch."""
+        sampled = self.runner.collect(pending)
+        for i, sequence in enumerate(sequences):
+            row = self._rows.get(sequence.request.row)
+            # it may have ended: aborted, failed, or by a token that was not known when this step was planned
+            if row is None or not row.awaits(sequence):
+                continue
+            if not sampled.finite[i]:
+                self._fail(row.request, RowError("nan_logits", "the model computed NaN or Inf for this row"))
+                continue
+            self._generated_tokens += 1
+            if i in sampled.logprobs:
+                row.add_logprobs(sequence, *sampled.logprobs[i])
+            if row.push(sequence, sampled.token_ids[i]):
+                self._scheduler.abort(sequence)
                 if row.is_done:
                     del self._rows[row.request.row]
                     self._results.append(row.result(self.lora_store.sha256(row.request.lora_id)))

@@ -16,10 +16,12 @@ from punica_batch.config import JobConfig
 from punica_batch.data.columns import find_work_columns, to_work
 from punica_batch.data.schema import carried_schema, has_lists, output_schema, result_schema, results_to_batch
 from punica_batch.engine.build import build_engine
+from punica_batch.engine.kernel_cache import kernel_environment
+from punica_batch.engine.memory import GRAPH_BYTES, activation_bytes
 from punica_batch.engine.settings import DEFAULT_MAX_LORA_RANK, EngineSettings, resolve_dtypes
 from punica_batch.errors import JobError, UsageError
 from punica_batch.models.config import ModelConfig, resolve_model
-from punica_batch.planner.memory import memory_plan
+from punica_batch.planner.memory import ADAPTER_SHARE, MAX_BATCH, memory_plan
 from punica_batch.text.prepare import Preparer
 from punica_batch.text.settings import TextSettings
 from punica_batch.types import RowResult
@@ -122,14 +124,21 @@ def _settings(
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":  # before Triton and FlashInfer are asked for anything
+        os.environ.update(kernel_environment(None))
     dtypes = resolve_dtypes(config, model.torch_dtype, device)
     max_model_len = config.max_model_len or model.max_position_embeddings
     if max_model_len > model.max_position_embeddings:
         raise UsageError(f"max_model_len {max_model_len} is beyond the model's own {model.max_position_embeddings}")
     batched_tokens = config.max_num_batched_tokens or _BATCHED_TOKENS
+    max_num_seqs = config.max_num_seqs or MAX_BATCH
+    total, weights = int(_memory_bytes(device) * config.gpu_memory_utilization), model.weight_bytes(dtypes.model)
+    adapter_bytes = max(0, total - weights) // ADAPTER_SHARE if num_adapters else 0
     memory = memory_plan(
-        total_bytes=int(_memory_bytes(device) * config.gpu_memory_utilization),
-        weight_bytes=model.weight_bytes(dtypes.model),
+        total_bytes=total - adapter_bytes,
+        weight_bytes=weights,
+        workspace_bytes=activation_bytes(model, batched_tokens, max_num_seqs, dtypes.model)
+        + (GRAPH_BYTES if device == "cuda" else 0),
         kv_bytes_per_block=model.kv_bytes_per_block(config.block_size, dtypes.kv_cache),
         block_size=config.block_size,
         max_model_len=max_model_len,
@@ -142,7 +151,8 @@ def _settings(
         num_blocks=memory.num_blocks, block_size=config.block_size, max_num_seqs=memory.max_num_seqs,
         max_num_batched_tokens=batched_tokens, max_model_len=max_model_len,
         max_loras=config.max_loras or max(1, min(num_adapters, _MAX_LORAS)),
-        max_lora_rank=config.max_lora_rank or DEFAULT_MAX_LORA_RANK,
+        max_lora_rank=config.max_lora_rank or DEFAULT_MAX_LORA_RANK, max_lora_bytes=adapter_bytes or None,
+        gpu_memory_utilization=config.gpu_memory_utilization,
         adapters={name: registry.get(name) for name in registry.names()},
         storage_options=registry.storage_options, seed=config.seed,
     )  # fmt: skip

@@ -7,25 +7,25 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from punica_batch_kernels.sgmv.slot_table import SlotTables
 from punica_batch_kernels.sgmv.types import LoraGroup, SlotWeights
 from torch import Tensor
 
 from punica_batch.adapters.peft import (
+    AdapterFiles,
     LoadedAdapter,
+    LoraModule,
     LoraTensors,
     bind_adapter,
     check_base_layers,
     inspect_adapter,
     load_adapter,
 )
+from punica_batch.engine.lora_layout import EMBEDDING, LM_HEAD, fused_modules, padded
 from punica_batch.engine.settings import EngineSettings
 from punica_batch.errors import AdapterError
 from punica_batch.models.llama import LlamaModel
 from punica_batch.models.lora import FUSED_PROJECTIONS, ModelLora
-
-EMBEDDING, LM_HEAD = "model.embed_tokens", "lm_head"
-# Each matrix begins at a multiple of this many elements: 128 bytes or more, as tensor cores and vector loads like it.
-_ALIGN = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,28 +39,33 @@ class PackedAdapter:
     groups: tuple[SlotWeights | None, ...]
     embedding: tuple[Tensor, Tensor] | None
 
-    def to(self, device: torch.device) -> PackedAdapter:
-        """The same on ``device``, in one copy; itself where it is there already."""
-        if self.buffer.device.type == device.type:
-            return self
-        flat = _upload(self.buffer, device) if device.type == "cuda" else self.buffer.to(device)
+    @property
+    def nbytes(self) -> int:
+        return self.buffer.nbytes
 
-        def moved(view: Tensor) -> Tensor:
-            return flat.as_strided(view.shape, view.stride(), view.storage_offset())
+    @property
+    def bytes_copied(self) -> int:
+        """Nothing goes to another device."""
+        return 0
 
-        groups = tuple(
-            g and SlotWeights(moved(g.a), tuple(None if b is None else moved(b) for b in g.b), g.ranks)
-            for g in self.groups
-        )
-        embedding = self.embedding and (moved(self.embedding[0]), moved(self.embedding[1]))
-        return PackedAdapter(self.sha256, flat, groups, embedding)
+    def install(self, model_lora: ModelLora, slot: int, tables: SlotTables | None) -> None:
+        """Puts the weights into a slot."""
+        for group, weights in zip(groups_of(model_lora), self.groups, strict=True):
+            group.slots[slot] = weights
+        model_lora.embeddings[slot] = self.embedding
+        if tables is not None:
+            tables.install(slot)
 
+    def uninstall(self, model_lora: ModelLora, slot: int, tables: SlotTables | None) -> None:
+        """Leaves nothing in the slot."""
+        for group in groups_of(model_lora):
+            group.slots[slot] = None
+        model_lora.embeddings[slot] = None
+        if tables is not None:
+            tables.install(slot)
 
-def fused_modules(num_layers: int) -> list[tuple[str, ...]]:
-    """The modules of each fused group, slice by slice, in the order of ``groups_of``."""
-    fused = FUSED_PROJECTIONS.values()
-    layers = [tuple(f"model.layers.{i}.{name}" for name in names) for i in range(num_layers) for names in fused]
-    return [*layers, (LM_HEAD,)]
+    def release(self, *, was_installed: bool) -> None:
+        """Nothing to give back: who holds a view keeps the buffer."""
 
 
 def groups_of(model_lora: ModelLora) -> list[LoraGroup]:
@@ -69,56 +74,56 @@ def groups_of(model_lora: ModelLora) -> list[LoraGroup]:
     return [*layers, model_lora.lm_head]
 
 
-def install(model_lora: ModelLora, slot: int, packed: PackedAdapter) -> None:
-    """Puts an adapter's weights into a slot."""
-    for group, weights in zip(groups_of(model_lora), packed.groups, strict=True):
-        group.slots[slot] = weights
-    model_lora.embeddings[slot] = packed.embedding
-
-
-def clear(model_lora: ModelLora, slot: int) -> None:
-    """Leaves nothing in a slot."""
-    for group in groups_of(model_lora):
-        group.slots[slot] = None
-    model_lora.embeddings[slot] = None
-
-
-def pack_adapter(adapter: LoadedAdapter, num_layers: int, dtype: torch.dtype, device: torch.device) -> PackedAdapter:
-    """Stacks a group's A, folds the scale into each B (in float32) and converts, at each matrix's true rank.
+def pack_adapter(adapter: LoadedAdapter, num_layers: int, dtype: torch.dtype) -> PackedAdapter:
+    """Stacks a group's A, folds the scale into each B (in float32) and converts, at each matrix's true rank; as
+    ``lora_layout.adapter_layout`` says.
 
     Raises ``AdapterError`` when a value overflows ``dtype``.
     """
     modules = adapter.modules
     fused = fused_modules(num_layers)
     tensors = [modules[name] for names in (*fused, (EMBEDDING,)) for name in names if name in modules]
-    size = sum(_padded(t.a.size) + _padded(t.b.size) for t in tensors)
-    buffer = _Buffer(torch.zeros(size, dtype=dtype, pin_memory=device.type == "cuda"))
+    size = sum(padded(t.a.size) + padded(t.b.size) for t in tensors)
+    buffer = _Buffer(torch.zeros(size, dtype=dtype))
     groups = tuple(_group(buffer, [modules.get(name) for name in names]) for names in fused)
     embedding = modules.get(EMBEDDING)
     packed_embedding = None if embedding is None else (buffer.stack([embedding]), buffer.scaled_b(embedding))
-    packed = PackedAdapter(adapter.sha256, buffer.flat, groups, packed_embedding).to(device)
+    packed = PackedAdapter(adapter.sha256, buffer.flat, groups, packed_embedding)
     if not bool(torch.isfinite(packed.buffer).all()):
-        raise AdapterError(f"adapter {adapter.name!r}: its weights overflow {str(dtype).removeprefix('torch.')}")
+        raise overflows(adapter.name, dtype)
     return packed
 
 
 def adapter_loader(settings: EngineSettings, model: LlamaModel) -> Callable[[str], PackedAdapter]:
-    """What ``LoraStore`` runs on its threads: files → checked tensors → packed buffer."""
+    """What ``LoraStore`` runs on its threads for a model in host memory: files → checked tensors → packed buffer."""
     shapes = model.config.lora_modules()
-    base = {EMBEDDING: model.embed_tokens, LM_HEAD: model.lm_head.weight}
 
     def load(lora_id: str) -> PackedAdapter:
         files = inspect_adapter(settings.adapters[lora_id], settings.storage_options)
-        if files.max_rank > settings.max_lora_rank:
-            raise AdapterError(
-                f"adapter {lora_id!r}: its rank is {files.max_rank}, and this engine was made for ranks up to "
-                f"{settings.max_lora_rank}: raise max_lora_rank"
-            )
-        adapter = load_adapter(files, bind_adapter(files, shapes))
-        _check_base_copies(adapter, base)
-        return pack_adapter(adapter, model.config.num_hidden_layers, model.dtype, model.device)
+        check_rank(files, settings.max_lora_rank)
+        return pack_files(files, bind_adapter(files, shapes), model)
 
     return load
+
+
+def pack_files(files: AdapterFiles, bound: Mapping[str, LoraModule], model: LlamaModel) -> PackedAdapter:
+    """Reads the weights and packs them in host memory. Raises ``AdapterError`` or ``StoreAway``."""
+    adapter = load_adapter(files, bound)
+    _check_base_copies(adapter, {EMBEDDING: model.embed_tokens, LM_HEAD: model.lm_head.weight})
+    return pack_adapter(adapter, model.config.num_hidden_layers, model.dtype)
+
+
+def check_rank(files: AdapterFiles, max_lora_rank: int) -> None:
+    """Raises ``AdapterError`` for an adapter that the engine's buffers were not made for."""
+    if files.max_rank > max_lora_rank:
+        raise AdapterError(
+            f"adapter {files.spec.name!r}: its rank is {files.max_rank}, and this engine was made for ranks up to "
+            f"{max_lora_rank}: raise max_lora_rank"
+        )
+
+
+def overflows(name: str, dtype: torch.dtype) -> AdapterError:
+    return AdapterError(f"adapter {name!r}: its weights overflow {str(dtype).removeprefix('torch.')}")
 
 
 class _Buffer:
@@ -129,7 +134,7 @@ class _Buffer:
         self._used = 0
 
     def _take(self, rows: int, columns: int) -> Tensor:
-        start, self._used = self._used, self._used + _padded(rows * columns)
+        start, self._used = self._used, self._used + padded(rows * columns)
         return self.flat[start : start + rows * columns].view(rows, columns)
 
     def stack(self, tensors: Sequence[LoraTensors]) -> Tensor:
@@ -145,22 +150,6 @@ class _Buffer:
         """scale * B, [out, rank], stored rank by rank."""
         out, rank = tensors.b.shape
         return self._take(rank, out).t().copy_(torch.from_numpy(tensors.b).float() * tensors.scale)
-
-
-def _upload(buffer: Tensor, device: torch.device) -> Tensor:
-    """A pinned buffer's copy on the device, made beside whatever runs there; this thread alone waits for it."""
-    flat = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    # the memory may have been another tensor's, which steps that are still enqueued read
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        flat.copy_(buffer, non_blocking=True)
-    stream.synchronize()
-    return flat
-
-
-def _padded(elements: int) -> int:
-    return -(-elements // _ALIGN) * _ALIGN
 
 
 def _group(buffer: _Buffer, slices: Sequence[LoraTensors | None]) -> SlotWeights | None:

@@ -1,11 +1,14 @@
-"""Adapters on the device: bounded slots, read-ahead on threads, the least recently used out first.
+"""Adapters on the device: bounded slots and bytes, read-ahead on threads, the least recently used out first.
 
-An adapter's way: planned (``prefetch``) → loading on a thread → staged in host memory → in a slot (``poll``), where
-rows pin it. All but the loading itself happens on the caller's thread, which asks for readiness and never waits.
+An adapter's way: planned (``prefetch``) → loading on a thread → staged, its weights in place but in no slot → in a slot
+(``poll``), where rows pin it. All but the loading itself happens on the caller's thread, which asks for readiness and
+never waits. What it enqueues for the device (a slot's row in the tables) goes to its current stream, which has to be
+the one that the steps run on.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
@@ -14,45 +17,59 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from punica_batch_kernels.native.openmp import use_one_thread
 from punica_batch_kernels.sgmv.slot_table import SlotTables
 
-from punica_batch.engine.lora_pack import PackedAdapter, clear, install
+from punica_batch.engine.device_errors import is_device_error
+from punica_batch.engine.lora_arena import Arena, NoRoom
+from punica_batch.engine.lora_types import LoadedLora, LoadStats
 from punica_batch.errors import AdapterError, Interrupted, RowError
 from punica_batch.models.lora import ModelLora
-
-_THREADS = 2
 
 
 class LoraStore:
     """The scheduler's ``AdapterSlots``, and the weights behind them.
 
-    ``load(lora_id)`` runs on threads: it answers the packed adapter, or raises ``AdapterError`` or ``RowError`` (that
-    adapter's rows fail) or ``Interrupted`` (nobody's rows: ``poll`` raises it). At most ``read_ahead`` adapters that
-    no one has asked for yet are loading or staged. Eviction frees a slot at once: steps run one after the other.
-    ``tables``: where the device kernels look the slots up, kept up to date here.
+    ``load(lora_id)`` runs on ``num_threads`` threads: it answers the loaded adapter, or raises ``AdapterError`` or
+    ``RowError`` (that adapter's rows fail), ``NoRoom`` (tried again once others have gone) or ``Interrupted`` (nobody's
+    rows: ``poll`` raises it). At most ``read_ahead`` adapters that no one has asked for yet are loading or staged.
+    Eviction frees a slot at once: a step that is enqueued later finds there what was put there before it.
+
+    ``tables``: where the device kernels look the slots up, kept up to date here. ``arena``: bytes that ``load`` takes
+    from; adapters that nothing runs on go, the least recently used first, when a load needs room there.
     """
 
     def __init__(
         self,
         model_lora: ModelLora,
-        load: Callable[[str], PackedAdapter],
+        load: Callable[[str], LoadedLora],
         *,
         max_loras: int,
         read_ahead: int = 4,
+        num_threads: int = 2,
         tables: SlotTables | None = None,
+        arena: Arena | None = None,
     ) -> None:
         self.model_lora = model_lora
-        self._tables = tables
         self.failures: dict[str, RowError] = {}
+        self._tables = tables
+        self._arena = arena
         self._load = load
         self._max_loras = max_loras
         self._read_ahead = read_ahead
         self._free = list(range(max_loras - 1, -1, -1))
         self._slots: OrderedDict[str, int] = OrderedDict()  # resident, least recently used first
+        self._weights: dict[str, LoadedLora] = {}  # of _slots
         self._pins: Counter[str] = Counter()
+        self._awaited: set[str] = set()  # of _slots: asked for, and not pinned yet
         self._planned: dict[str, None] = {}  # to be read ahead, in order
-        self._loads: dict[str, Future[PackedAdapter]] = {}  # started, not yet in a slot, oldest first
-        self._requested: dict[str, None] = {}  # of _loads: those that go into a slot as soon as they can
+        self._loads: dict[str, Future[LoadedLora]] = {}  # started, not yet in a slot, oldest first
+        self._requested: dict[str, None] = {}  # go into a slot as soon as they can; started where there was room
         self._sha256: dict[str, str] = {}
-        self._executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="lora-load", initializer=use_one_thread)
+        self._nbytes: dict[str, int] = {}  # of what has been loaded
+        self._usual_nbytes = 0  # expected of others: as the last one
+        self._changes = 0  # of what could give room
+        self._stuck_at = (-1, 0, 0)  # the ``_state`` in which there was none
+        self._stats = LoadStats()
+        self._stats_lock = threading.Lock()
+        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="lora-load", initializer=use_one_thread)
 
     # -- the scheduler's questions (AdapterSlots) --
 
@@ -66,19 +83,21 @@ class LoraStore:
         if lora_id in self._slots or lora_id in self.failures or len(self._pins) >= self._max_loras:
             return
         self._planned.pop(lora_id, None)
+        self._requested[lora_id] = None
         if lora_id not in self._loads:
             self._make_room()
-            self._start(lora_id)
-        self._requested[lora_id] = None
+            self._start_requested()
 
     def pin(self, lora_id: str) -> None:
         assert lora_id in self._slots
         self._pins[lora_id] += 1
+        self._awaited.discard(lora_id)
 
     def unpin(self, lora_id: str) -> None:
         self._pins[lora_id] -= 1
         if not self._pins[lora_id]:
             del self._pins[lora_id]
+            self._changes += 1
 
     # -- the engine's --
 
@@ -94,32 +113,43 @@ class LoraStore:
     def num_resident(self) -> int:
         return len(self._slots)
 
+    @property
+    def bytes_copied(self) -> int:
+        """Of adapters' files, to the device, so far."""
+        return self.stats.bytes_copied
+
+    @property
+    def stats(self) -> LoadStats:
+        with self._stats_lock:
+            return self._stats
+
     def prefetch(self, lora_ids: Iterable[str]) -> None:
         """Adapters that rows will need, in the order in which they will; read ahead as far as ``read_ahead`` allows."""
         for lora_id in lora_ids:
-            if not (lora_id in self._slots or lora_id in self._loads or lora_id in self.failures):
+            known = (self._slots, self._loads, self._requested, self.failures)
+            if not any(lora_id in where for where in known):
                 self._planned[lora_id] = None
         self._start_planned()
 
     def poll(self) -> list[str]:
         """Puts what was asked for and has been loaded into slots. Answers the adapters found unusable since the last
         call, which are now in ``failures``. Raises ``Interrupted`` (``StoreAway``) when a store cannot be reached."""
-        failed = [lora_id for lora_id, load in self._loads.items() if load.done() and self._has_failed(lora_id, load)]
-        for lora_id in failed:
-            self._forget(lora_id)
+        done = [(lora_id, load) for lora_id, load in self._loads.items() if load.done()]
+        failed = [
+            lora_id for lora_id, load in done if not self._lacks_room(lora_id, load) and self._failed(lora_id, load)
+        ]
         for lora_id in list(self._requested):
-            if self._loads[lora_id].done() and (slot := self._take_slot()) is not None:
-                packed = self._loads[lora_id].result()
+            load = self._loads.get(lora_id)
+            if load is not None and load.done() and (slot := self._take_slot()) is not None:
                 self._forget(lora_id)
-                self._put(slot, packed)
-                self._slots[lora_id] = slot
-                self._sha256[lora_id] = packed.sha256
+                self._fill(lora_id, slot, load.result())
+        self._start_requested()
         self._start_planned()
         return failed
 
     def wait(self, timeout: float) -> None:
         """Returns when an adapter that was asked for has been loaded, or after ``timeout`` seconds."""
-        requested = [self._loads[lora_id] for lora_id in self._requested]
+        requested = [self._loads[lora_id] for lora_id in self._requested if lora_id in self._loads]
         if requested:
             wait(requested, timeout, return_when=FIRST_COMPLETED)
         else:
@@ -133,27 +163,97 @@ class LoraStore:
         slots = [*self._slots.values(), *self._free]
         assert sorted(slots) == list(range(self._max_loras))
         assert set(self._pins) <= set(self._slots)
-        assert set(self._requested) <= set(self._loads)
+        assert set(self._weights) == set(self._slots)
+        assert self._awaited <= set(self._slots) - set(self._pins)
+        assert not set(self._requested) & set(self._slots)
         assert not set(self._loads) & set(self._slots)
         assert not (set(self._planned) | set(self._loads) | set(self._slots)) & set(self.failures)
 
     # -- private --
 
     def _start(self, lora_id: str) -> None:
-        self._loads[lora_id] = self._executor.submit(self._load, lora_id)
+        """Begins a load if the device has room for it, or can have."""
+        if self._has_room(lora_id):
+            self._loads[lora_id] = self._executor.submit(self._timed_load, lora_id)
+
+    def _timed_load(self, lora_id: str) -> LoadedLora:
+        began = time.perf_counter()
+        loaded = self._load(lora_id)
+        took = time.perf_counter() - began
+        with self._stats_lock:
+            old = self._stats
+            self._stats = LoadStats(old.adapters + 1, old.bytes_copied + loaded.bytes_copied, old.seconds + took)
+            self._nbytes[lora_id] = self._usual_nbytes = loaded.nbytes
+        return loaded
+
+    def _start_requested(self) -> None:
+        """In order: a small adapter does not overtake a large one that waits for room."""
+        for lora_id in self._requested:
+            if lora_id not in self._loads:
+                self._start(lora_id)
+                if lora_id not in self._loads:
+                    return
 
     def _start_planned(self) -> None:
-        while self._planned and len(self._loads) - len(self._requested) < self._read_ahead:
+        if any(lora_id not in self._loads for lora_id in self._requested):
+            return  # what is free, and what becomes so, is theirs
+        while self._planned and len(self._loads.keys() - self._requested) < self._read_ahead:
             lora_id = next(iter(self._planned))
+            if any(lora_id in where for where in (self._slots, self._loads, self._requested, self.failures)):
+                del self._planned[lora_id]
+                continue
+            self._start(lora_id)
+            if lora_id not in self._loads:
+                return
             del self._planned[lora_id]
-            if lora_id not in self._slots and lora_id not in self._loads and lora_id not in self.failures:
-                self._start(lora_id)
 
     def _make_room(self) -> None:
         """Something else than what was read ahead is needed: what waits longest was read for rows that are gone."""
-        staged = [i for i, load in self._loads.items() if i not in self._requested and load.done()]
+        staged = self._staged()
         if staged and len(staged) >= self._read_ahead:
-            del self._loads[staged[0]]
+            self._drop(staged[0])
+
+    def _staged(self) -> list[str]:
+        """Loaded, and asked for by no one, oldest first."""
+        return [
+            i for i, load in self._loads.items() if i not in self._requested and load.done() and not load.exception()
+        ]
+
+    def _drop(self, lora_id: str) -> None:
+        self._loads.pop(lora_id).result().release(was_installed=False)
+        self._changes += 1
+
+    def _has_room(self, lora_id: str) -> bool:
+        """Whether the arena has, or now gets, the bytes that this adapter is expected to take."""
+        if self._arena is None:
+            return True
+        if self._stuck_at == self._state():
+            return False
+        loading = [i for i, load in self._loads.items() if not load.done()]
+        reserved = sum(self._expected(i) for i in loading)
+        while not self._arena.fits(self._expected(lora_id), reserved):
+            if not self._give_way(lora_id):
+                return False
+        return True
+
+    def _expected(self, lora_id: str) -> int:
+        return self._nbytes.get(lora_id, self._usual_nbytes)
+
+    def _give_way(self, lora_id: str) -> bool:
+        """Frees another's bytes for an adapter: those of one that nothing runs on; for one that was asked for also what
+        was only read ahead, which is read again in its turn. Answers whether there was any."""
+        is_requested = lora_id in self._requested
+        idle = [i for i in self._slots if i not in self._pins]
+        if used := [i for i in idle if i not in self._awaited]:
+            self._free.append(self._evict(used[0]))
+        elif is_requested and (staged := self._staged()):
+            self._drop(staged[-1])
+            self._planned = {staged[-1]: None, **self._planned}
+        elif is_requested and idle:
+            self._free.append(self._evict(idle[0]))
+        else:
+            return False
+        return True
 
     def _forget(self, lora_id: str) -> None:
         del self._loads[lora_id]
@@ -163,31 +263,57 @@ class LoraStore:
         """A free slot, else that of the least recently used adapter that nothing runs on."""
         if self._free:
             return self._free.pop()
-        for lora_id, slot in self._slots.items():
-            if lora_id not in self._pins:
-                del self._slots[lora_id]
-                self._put(slot, None)
-                return slot
-        return None
+        lora_id = next((i for i in self._slots if i not in self._pins), None)
+        return None if lora_id is None else self._evict(lora_id)
 
-    def _put(self, slot: int, packed: PackedAdapter | None) -> None:
-        """Fills a slot, or empties it."""
-        if packed is None:
-            clear(self.model_lora, slot)
-        else:
-            install(self.model_lora, slot, packed)
-        if self._tables is not None:
-            self._tables.install(slot)
+    def _evict(self, lora_id: str) -> int:
+        """Takes an adapter out of its slot, which is answered."""
+        slot = self._slots.pop(lora_id)
+        self._awaited.discard(lora_id)
+        loaded = self._weights.pop(lora_id)
+        loaded.uninstall(self.model_lora, slot, self._tables)
+        loaded.release(was_installed=True)
+        self._changes += 1
+        return slot
 
-    def _has_failed(self, lora_id: str, load: Future[PackedAdapter]) -> bool:
+    def _fill(self, lora_id: str, slot: int, loaded: LoadedLora) -> None:
+        loaded.install(self.model_lora, slot, self._tables)
+        self._slots[lora_id] = slot
+        self._awaited.add(lora_id)
+        self._weights[lora_id] = loaded
+        self._sha256[lora_id] = loaded.sha256
+        self._changes += 1
+
+    def _lacks_room(self, lora_id: str, load: Future[LoadedLora]) -> bool:
+        """Whether a load ended for lack of room; then others give way if they can, and it is due again."""
+        error = load.exception()
+        if not isinstance(error, NoRoom):
+            return False
+        del self._loads[lora_id]
+        self._nbytes[lora_id] = error.nbytes
+        if lora_id not in self._requested:
+            self._planned = {lora_id: None, **self._planned}
+        if not self._give_way(lora_id):
+            self._stuck_at = self._state()
+        return True
+
+    def _state(self) -> tuple[int, int, int]:
+        """Differs once there may be more room than before: something has gone, or may go."""
+        return self._changes, sum(load.done() for load in self._loads.values()), len(self._requested)
+
+    def _failed(self, lora_id: str, load: Future[LoadedLora]) -> bool:
+        """Notes what a load failed of, if it did."""
         error = load.exception()
         if error is None:
             known = self._sha256.get(lora_id)
             if known is None or load.result().sha256 == known:
                 return False
             error = AdapterError(f"adapter {lora_id!r}: its files have changed since its first rows ran")
-        if isinstance(error, Interrupted):
+            load.result().release(was_installed=False)
+        if isinstance(error, Interrupted) or is_device_error(error):
             raise error
+        self._forget(lora_id)
+        self._changes += 1
         self.failures[lora_id] = _row_error(lora_id, error)
         return True
 

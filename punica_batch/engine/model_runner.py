@@ -1,6 +1,7 @@
 """One step on the device: index arrays in, token ids out.
 
-``execute`` enqueues and ``collect`` waits, so that a caller may plan step t+1 while step t runs.
+``execute`` enqueues and ``collect`` waits, so that a caller may plan step t+1 while step t runs: sampled ids stay on
+the device, where the next step finds them by their sequence's seat.
 """
 
 from __future__ import annotations
@@ -12,25 +13,21 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from punica_batch_kernels.attention.types import AttentionMetadata
+from punica_batch_kernels.sgmv.tiles import PER_ROW, common_families, cut_tiles, plan_families, tile_bucket
 from punica_batch_kernels.sgmv.types import Segments
 from torch import Tensor
 
+from punica_batch.engine.graphs import GraphKey, StepGraphs
 from punica_batch.engine.kv_cache import KVCache
 from punica_batch.engine.lora_store import LoraStore
-from punica_batch.engine.sampler import SamplerOutput, SamplingBatch, sample
+from punica_batch.engine.sampler import SamplerOutput, SamplingBatch, greedy, sample
+from punica_batch.engine.sampler import warm_up as warm_up_sampler
+from punica_batch.engine.settings import EngineSettings
+from punica_batch.engine.step_buffer import StepBuffer, StepInputs
 from punica_batch.models.llama import LlamaModel
 from punica_batch.scheduler.batch import BatchArrays
+from punica_batch.scheduler.padding import PREFILL_TOKENS, StepShape, empty_arrays, full_shapes, pad, shape_for
 from punica_batch.scheduler.sequence import Sequence
-
-_TORCH_DTYPES = {np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int32}
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PendingStep:
-    """A step that is enqueued: its outcome is on the device, or will be."""
-
-    sampling: SamplingBatch
-    output: SamplerOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,29 +42,53 @@ class SampledTokens:
     logprobs: dict[int, tuple[float, list[tuple[int, float]]]]
 
 
-class ModelRunner:
-    """The model with its KV cache and adapters. ``job_seed`` seeds every random stream together with the row."""
+@dataclass(frozen=True, slots=True, eq=False)
+class PendingStep:
+    """A step that is enqueued. ``output``: its outcome on its way to the host, there when ``done``."""
 
-    def __init__(self, model: LlamaModel, kv_cache: KVCache, lora_store: LoraStore, job_seed: int) -> None:
+    sampling: SamplingBatch
+    output: SamplerOutput
+    done: Any
+
+
+class ModelRunner:
+    """The model with its KV cache and adapters. ``settings.seed`` seeds every random stream together with the row.
+
+    ``graphs``: where steps of few prefill rows are filled up to a shape and recorded. None: every step runs as it is.
+    """
+
+    def __init__(
+        self,
+        model: LlamaModel,
+        kv_cache: KVCache,
+        lora_store: LoraStore,
+        settings: EngineSettings,
+        graphs: StepGraphs | None = None,
+    ) -> None:
         self.model = model
         self.kv_cache = kv_cache
+        self.graphs = graphs
         self._lora_store = lora_store
-        self._device = kv_cache.device
-        self._job_seed = job_seed
+        self._settings = settings
+        most = max(settings.max_num_batched_tokens, settings.max_num_seqs + PREFILL_TOKENS[-1])
+        self._buffer = StepBuffer(settings.max_num_seqs, most, kv_cache.device)
 
     @torch.inference_mode()
     def execute(self, arrays: BatchArrays) -> PendingStep:
         """Computes the rows' keys and values into the cache and samples one token for each of ``arrays.sampled``."""
         sampling = self._sampling(arrays.sampled)
-        # before the forward pass is enqueued: copying them could wait for it
-        logits_segments = self._segments(arrays.logits_seg_indptr, arrays.logits_segment_lora_ids)
-        (logits_rows,) = self._to_device(arrays.logits_rows)
-        rows = self._forward(arrays).index_select(0, logits_rows)
-        logits = self.model.logits(rows, logits_segments, self._lora_store.model_lora)
-        return PendingStep(sampling, sample(logits, sampling))
+        arrays, shape = self._shaped(arrays)
+        hidden, inputs = self._forward(arrays, shape)
+        rows = hidden.index_select(0, inputs.logits_rows)
+        logits = self._logits(rows, arrays.logits_seg_indptr, arrays.logits_segment_lora_ids)
+        output = SamplerOutput(*greedy(logits)) if sampling.greedy_only else sample(logits, sampling)
+        self._buffer.last_tokens.index_copy_(0, inputs.seats, output.token_ids)
+        return PendingStep(sampling, *_to_host(output))
 
     def collect(self, step: PendingStep) -> SampledTokens:
         """Waits for a step and brings its outcome to the host."""
+        if step.done is not None:
+            step.done.synchronize()
         output = step.output
         logprobs: dict[int, tuple[float, list[tuple[int, float]]]] = {}
         if output.chosen_logprobs is not None and output.top_ids is not None and output.top_logprobs is not None:
@@ -77,35 +98,98 @@ class ModelRunner:
         return SampledTokens(output.token_ids.tolist(), output.finite.tolist(), logprobs)
 
     @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Compiles and records what the steps of a full batch will be, by steps of nothing."""
+        if self.graphs is None:
+            return
+        settings = self._settings
+        warm_up_sampler(self.model.config.vocab_size, self.model.dtype, self.model.device)
+        for shape in full_shapes(settings.max_num_seqs):
+            arrays = pad(empty_arrays(), shape, self.kv_cache.scratch_block, self.kv_cache.block_size)
+            families = [(), *common_families(shape.num_tokens)] if settings.adapters else [()]
+            for family in families:
+                self._forward(arrays, shape, [(block_m, np.zeros((n, 4), np.int32)) for block_m, n in family])
+
+    @torch.inference_mode()
     def forward_logits(self, arrays: BatchArrays) -> Tensor:
         """As ``execute``, but answers the logits of every row, float32 [T, V], and samples nothing."""
-        segments = self._segments(arrays.seg_indptr, arrays.segment_lora_ids)
-        return self.model.logits(self._forward(arrays), segments, self._lora_store.model_lora)
+        shaped, shape = self._shaped(arrays)
+        hidden, _ = self._forward(shaped, shape)
+        rows = torch.arange(arrays.num_tokens)
+        rows[arrays.num_prefill_tokens :] += shaped.num_prefill_tokens - arrays.num_prefill_tokens
+        real = hidden.index_select(0, rows.to(hidden.device))
+        return self._logits(real, arrays.seg_indptr, arrays.segment_lora_ids).float()
 
-    def _forward(self, arrays: BatchArrays) -> Tensor:
-        """The final hidden states [T, hidden]."""
-        segments = self._segments(arrays.seg_indptr, arrays.segment_lora_ids)
-        input_ids, positions, slot_mapping, qo_indptr, kv_lens, block_tables = self._to_device(
-            arrays.input_ids, arrays.positions, arrays.slot_mapping,
-            arrays.qo_indptr, arrays.kv_lens, arrays.block_tables,
+    def _shaped(self, arrays: BatchArrays) -> tuple[BatchArrays, StepShape | None]:
+        """The step filled up to a shape, where it is one to be recorded."""
+        if self.graphs is None or any(map(self._touches_ends, arrays.segment_lora_ids)):
+            return arrays, None
+        shape = shape_for(arrays, self._settings.max_num_seqs)
+        if shape is None:
+            return arrays, None
+        return pad(arrays, shape, self.kv_cache.scratch_block, self.kv_cache.block_size), shape
+
+    def _touches_ends(self, lora_id: str | None) -> bool:
+        """Whether an adapter adds to the embedding or the head as well, outside what a graph holds."""
+        return lora_id is not None and self._lora_store.model_lora.touches_ends(self._lora_store.slot(lora_id))
+
+    def _forward(
+        self, arrays: BatchArrays, shape: StepShape | None, tiles: list[tuple[int, NDArray[np.int32]]] | None = None
+    ) -> tuple[Tensor, StepInputs]:
+        """The final hidden states [T, hidden], and what the step was sent as. ``tiles`` (None: those of ``arrays``):
+        ``StepBuffer.send``'s."""
+        slots = self._slots(arrays.segment_lora_ids)
+        if tiles is None:
+            tiles = self._tiles(arrays.seg_indptr, slots, shape)
+        inputs = self._buffer.send(
+            arrays.input_ids, arrays.seats, arrays.positions, arrays.slot_mapping, arrays.logits_rows,
+            np.array([sequence.seat for sequence in arrays.sampled], dtype=np.int64), tiles,
         )  # fmt: skip
         meta = AttentionMetadata(
-            qo_indptr=qo_indptr,
-            kv_lens=kv_lens,
-            block_tables=block_tables,
-            slot_mapping=slot_mapping,
-            num_prefills=arrays.num_prefills,
-            num_prefill_tokens=arrays.num_prefill_tokens,
-            qo_indptr_host=tuple(arrays.qo_indptr.tolist()),
-            kv_lens_host=tuple(arrays.kv_lens.tolist()),
-            block_tables_host=arrays.block_tables,
-        )
-        lora = self._lora_store.model_lora
-        return self.model.forward(input_ids, positions, meta, self.kv_cache.layers, segments, lora)
+            inputs.slot_mapping, arrays.qo_indptr, arrays.kv_lens, arrays.block_tables,
+            arrays.num_prefills, arrays.num_prefill_tokens, None if shape is None else self._page_capacity,
+        )  # fmt: skip
+        plans = self.model.plan_attention(meta, self.kv_cache.block_size)
+        segments = Segments.build(arrays.seg_indptr, slots, tiles=inputs.tiles)
+        lora = self._lora_store.model_lora if segments.has_lora or tiles else None
 
-    def _segments(self, seg_indptr: list[int], lora_ids: list[str | None]) -> Segments:
-        slots = [-1 if lora_id is None else self._lora_store.slot(lora_id) for lora_id in lora_ids]
-        return Segments.build(seg_indptr, slots, self._device)
+        def forward() -> Tensor:
+            input_ids = inputs.known.index_select(0, inputs.token_index)
+            return self.model.forward(input_ids, inputs.positions, meta, plans, self.kv_cache.layers, segments, lora)
+
+        if self.graphs is None or shape is None:
+            return forward(), inputs
+        key = GraphKey(shape, tuple((block_m, len(entries)) for block_m, entries in tiles))
+        return self.graphs.run(key, forward), inputs
+
+    def _tiles(
+        self, seg_indptr: list[int], slots: list[int], shape: StepShape | None
+    ) -> list[tuple[int, NDArray[np.int32]]]:
+        """The work of each kernel family: as many tiles as there are, or as the step's shape has."""
+        if self.model.device.type == "cpu":
+            return []
+        tiles = []
+        for family in plan_families(seg_indptr, slots):
+            count = family.num_tiles
+            if shape is not None:  # unused tiles of single rows cost nothing: a shape needs but one graph for them
+                count = tile_bucket(shape.num_tokens if family.block_m == PER_ROW else count)
+            tiles.append((family.block_m, cut_tiles(seg_indptr, family.lora_indices, family.block_m, count)))
+        return tiles
+
+    @property
+    def _page_capacity(self) -> int:
+        """Blocks in a step's tables: each of the pool's at most once, and the scratch block for what fills it up."""
+        return self.kv_cache.num_blocks + self._settings.max_num_seqs + 2 * PREFILL_TOKENS[-1]
+
+    def _logits(self, hidden: Tensor, seg_indptr: list[int], lora_ids: list[str | None]) -> Tensor:
+        """[rows, vocab], of the model's dtype."""
+        if not any(map(self._touches_ends, lora_ids)):
+            return self.model.logits(hidden, None, None)
+        segments = Segments.build(seg_indptr, self._slots(lora_ids), self.model.device)
+        return self.model.logits(hidden, segments, self._lora_store.model_lora)
+
+    def _slots(self, lora_ids: list[str | None]) -> list[int]:
+        return [-1 if lora_id is None else self._lora_store.slot(lora_id) for lora_id in lora_ids]
 
     def _sampling(self, sequences: list[Sequence]) -> SamplingBatch:
         return SamplingBatch.build(
@@ -113,20 +197,22 @@ class ModelRunner:
             [s.request.row for s in sequences],
             [s.sample for s in sequences],
             [s.num_tokens for s in sequences],
-            self._job_seed,
+            self._settings.seed,
         )
 
-    def _to_device(self, *arrays: NDArray[Any]) -> list[Tensor]:
-        """int64 and int32 arrays as tensors on the device: to a GPU in one copy, which nothing waits for."""
-        if self._device.type == "cpu":
-            return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
-        words = [-(-array.nbytes // 8) for array in arrays]
-        # from a cache of pinned blocks, which keeps this one until the copy has run
-        host = torch.empty(sum(words), dtype=torch.int64, pin_memory=self._device.type == "cuda")
-        for part, array in zip(host.split_with_sizes(words), arrays, strict=True):
-            part.numpy().view(array.dtype)[: array.size] = array.reshape(-1)
-        parts = host.to(self._device, non_blocking=True).split_with_sizes(words)
-        return [
-            part.view(_TORCH_DTYPES[array.dtype])[: array.size].view(array.shape)
-            for part, array in zip(parts, arrays, strict=True)
-        ]
+
+def _to_host(output: SamplerOutput) -> tuple[SamplerOutput, Any]:
+    """Its tensors on the host when the event has come; themselves, and no event, where they are there."""
+    if not output.token_ids.is_cuda:
+        return output, None
+
+    def copy(tensor: Tensor | None) -> Tensor | None:
+        if tensor is None:
+            return None
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+    tensors = (output.token_ids, output.finite, output.chosen_logprobs, output.top_ids, output.top_logprobs)
+    on_host = SamplerOutput(*map(copy, tensors))  # type: ignore[arg-type]
+    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    done.record()
+    return on_host, done

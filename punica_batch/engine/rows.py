@@ -44,20 +44,31 @@ class RowState:
         ]
         self._open = len(self.samples)
 
+    def awaits(self, sequence: Sequence) -> bool:
+        """Whether a token of ``sequence`` is still to be pushed: it is this row's (not one's that had its number
+        before), and no token after which it ends has been."""
+        sample = self.samples[sequence.sample]
+        return sample.sequence is sequence and sample.completion is None
+
+    def ends_by_length(self, sequence: Sequence) -> bool:
+        """Whether the sample has all the tokens that it can have, pending ones included."""
+        return (
+            sequence.num_output_tokens >= self.request.sampling.max_tokens
+            or sequence.num_tokens >= self._endings.max_model_len
+        )
+
     def push(self, sequence: Sequence, token_id: int) -> bool:
-        """Tells of a sampled token, already in ``sequence``. True when the sample ends with it.
+        """Tells of a sampled token, the sample not having ended. True when it ends with it.
 
         An EOS id ends it first, then a stop string, then its length.
         """
         sample = self.samples[sequence.sample]
+        sequence.take(token_id)
         if self._stops_at_eos and token_id in self._endings.eos_token_ids:
             self._complete(sample, FinishReason.STOP, sequence.output_token_ids[:-1])
         elif sample.stop is not None and sample.stop.push(token_id):
             self._complete(sample, FinishReason.STOP, sequence.output_token_ids)
-        elif (
-            len(sequence.output_token_ids) >= self.request.sampling.max_tokens
-            or sequence.num_tokens >= self._endings.max_model_len
-        ):
+        elif not sequence.num_pending and self.ends_by_length(sequence):
             self._complete(sample, FinishReason.LENGTH, sequence.output_token_ids)
         return sample.completion is not None
 

@@ -11,6 +11,9 @@ Semantics (names, order and meanings are vLLM's)::
 
 Equals of the last token kept are kept too, so nothing depends on how a device orders equal numbers. All of it is
 float64, so that devices agree on s and on the noise to far below the gaps that decide.
+
+On a GPU the kernels of ``punica_batch_kernels.sampling`` do the same without a wait: ``greedy`` can be captured in a
+CUDA graph, and what ``sample`` enqueues takes its parameters in one asynchronous copy.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from punica_batch_kernels.sampling.types import DrawParams
 from torch import Tensor
 
 from punica_batch.engine.philox import GUMBEL_SPAN, OWN_SEED, RACE_RATIO, ROW_NUMBER, gumbel, philox4x32, stream_keys
@@ -29,9 +33,8 @@ from punica_batch.types import SamplingParams
 
 # vLLM's floor: positive temperatures below it are taken as it.
 MIN_TEMPERATURE = 0.01
-# Rows with temperature are worked in chunks of at most this many logits: what stays in a core's cache, or on a GPU
-# what keeps temporaries below 32 MiB.
-_CHUNK_LOGITS = {"cpu": 2**18, "cuda": 2**22}
+# Rows with temperature are worked in chunks of at most this many logits: what stays in a core's cache.
+_CHUNK_LOGITS = 2**18
 # Much more than float32 gets wrong of a race's times.
 _ROUNDING = 1.0001
 _LOW = 0xFFFFFFFF
@@ -91,6 +94,33 @@ class SamplingBatch:
             num_top=max((params[i].logprobs or 0 for i in wanting), default=0),
         )
 
+    @property
+    def greedy_only(self) -> bool:
+        """Whether ``greedy`` alone answers for these rows."""
+        return not len(self.drawn) and not len(self.logprob_rows)
+
+    def to(self, device: torch.device) -> DeviceSampling:
+        """One copy from pinned memory, which nothing waits for."""
+        numbers = (self.drawn, self.top_k, self.keys, self.positions)
+        shares = (self.temperature, self.min_p, self.top_p)
+        words = np.concatenate([*numbers, *(s.view(np.int64) for s in shares), self.logprob_rows])
+        # from a cache of pinned blocks, which keeps this one until the copy has run
+        host = torch.empty(len(words), dtype=torch.int64, pin_memory=device.type == "cuda")
+        host.numpy()[:] = words
+        d = len(self.drawn)
+        parts = host.to(device, non_blocking=True).split_with_sizes([4 * d, 3 * d, len(self.logprob_rows)])
+        params = DrawParams(parts[0].view(4, d), parts[1].view(torch.float64).view(3, d))
+        return DeviceSampling(params, parts[2], self.num_top)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceSampling:
+    """A ``SamplingBatch`` on the device. ``logprob_rows`` int64 [L]."""
+
+    drawn: DrawParams
+    logprob_rows: Tensor
+    num_top: int
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplerOutput:
@@ -107,23 +137,58 @@ class SamplerOutput:
     top_logprobs: Tensor | None = None
 
 
-def sample(logits: Tensor, batch: SamplingBatch) -> SamplerOutput:
-    """Choose one token a row. ``logits`` float32 [S, V], not modified. Rows without temperature cost an argmax."""
+def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """``token_ids`` int64 [S] and ``finite`` bool [S] of rows without temperature, as ``sample`` gives them.
+
+    ``logits`` [S, V], float32 or half precision. On a GPU two launches, which a CUDA graph can capture.
+    """
+    if logits.is_cuda:
+        from punica_batch_kernels.sampling import triton_backend
+
+        return triton_backend.greedy(logits)[:2]
     largest, token_ids = logits.max(dim=-1)
-    finite = torch.isfinite(largest)
-    if len(batch.drawn):
-        chunk = max(1, _CHUNK_LOGITS[logits.device.type] // logits.shape[1])
-        for start in range(0, len(batch.drawn), chunk):
-            part = slice(start, start + chunk)
-            rows = torch.from_numpy(batch.drawn[part]).to(logits.device)
-            token_ids[rows] = _draw(logits[rows], batch, part)
-    if not len(batch.logprob_rows):
+    return token_ids, torch.isfinite(largest)
+
+
+def sample(logits: Tensor, batch: SamplingBatch) -> SamplerOutput:
+    """Choose one token a row. ``logits`` [S, V], float32 or half precision, not modified; on a GPU nothing waits.
+
+    Rows without temperature cost an argmax.
+    """
+    if logits.is_cuda:
+        return sample_on_device(logits, batch.to(logits.device))
+    token_ids, finite = greedy(logits)
+    chunk = max(1, _CHUNK_LOGITS // logits.shape[1])
+    for start in range(0, len(batch.drawn), chunk):
+        part = slice(start, start + chunk)
+        rows = torch.from_numpy(batch.drawn[part])
+        token_ids[rows] = _draw(logits[rows].float(), batch, part)
+    return _with_logprobs(logits, token_ids, finite, torch.from_numpy(batch.logprob_rows), batch.num_top)
+
+
+def warm_up(vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Compiles what ``greedy`` and ``sample`` launch on a GPU for logits like these, so that no step has to."""
+    if device.type == "cuda":
+        batch = SamplingBatch.build([SamplingParams(temperature=1.0)], [0], [0], [0], 0)
+        sample(torch.zeros(1, vocab_size, dtype=dtype, device=device), batch)
+
+
+def sample_on_device(logits: Tensor, sampling: DeviceSampling) -> SamplerOutput:
+    """As ``sample`` on a GPU, with parameters that are there already."""
+    from punica_batch_kernels.sampling import triton_backend
+
+    found = triton_backend.greedy(logits)
+    triton_backend.draw(logits, found, sampling.drawn, span=GUMBEL_SPAN)
+    return _with_logprobs(logits, found.token_ids, found.finite, sampling.logprob_rows, sampling.num_top)
+
+
+def _with_logprobs(logits: Tensor, token_ids: Tensor, finite: Tensor, rows: Tensor, num_top: int) -> SamplerOutput:
+    if not len(rows):
         return SamplerOutput(token_ids, finite)
     # vLLM's default "raw_logprobs": of the model's own distribution, before temperature and the filters.
-    rows = torch.from_numpy(batch.logprob_rows).to(logits.device)
-    logprobs = torch.log_softmax(logits[rows], dim=-1, dtype=torch.float32)
-    chosen = logprobs.gather(1, token_ids[rows].unsqueeze(1)).squeeze(1)
-    top = logprobs.topk(min(batch.num_top, logits.shape[1]), dim=-1)
+    logprobs = torch.log_softmax(logits.index_select(0, rows), dim=-1, dtype=torch.float32)
+    chosen = logprobs.gather(1, token_ids.index_select(0, rows).unsqueeze(1)).squeeze(1)
+    top = logprobs.topk(min(num_top, logits.shape[1]), dim=-1)
     return SamplerOutput(token_ids, finite, chosen, top.indices, top.values)
 
 

@@ -22,7 +22,9 @@ class EngineSettings:
 
     ``model``: the folder of the base model; ``tokenizer``: that of the tokenizer (None: the model's). ``device`` is
     torch's name of it. ``num_blocks`` KV blocks of ``block_size`` tokens; ``max_loras`` adapter slots, for ranks up to
-    ``max_lora_rank`` (the rows of an adapter beyond it fail); ``max_num_batched_tokens`` bounds a step's rows.
+    ``max_lora_rank`` (the rows of an adapter beyond it fail), which together may hold ``max_lora_bytes`` of weights
+    (None: whatever they come to), as ranks differ; ``gpu_memory_utilization``: the share of a GPU beyond which nothing
+    is allocated, so that there may come to be fewer blocks; ``max_num_batched_tokens`` bounds a step's rows.
     ``adapters`` are all that requests may name, by ``lora_id``; ``storage_options`` open their files and are never
     shown. ``age_bound``: the steps for which the queue's head may be overtaken. ``read_ahead``: adapters that may wait
     in host memory for their rows' turn.
@@ -42,6 +44,8 @@ class EngineSettings:
     max_model_len: int
     max_loras: int = 8
     max_lora_rank: int = DEFAULT_MAX_LORA_RANK
+    max_lora_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
     adapters: Mapping[str, AdapterSpec] = field(default_factory=dict)
     storage_options: Mapping[str, str] = field(default_factory=dict, repr=False)
     seed: int = 0

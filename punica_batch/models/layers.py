@@ -54,10 +54,10 @@ def rope_frequencies(rope: RopeConfig, head_dim: int, device: torch.device) -> T
     return frequencies.to(device)
 
 
-def rope_cos_sin(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin of each position's angles, computed in float32: [T, 1, head_dim / 2] of ``dtype``.
+def rope_cos_sin(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin of each position's angles, float32 [T, 1, head_dim / 2]; ``positions`` int [T].
 
     Computed once a step from the positions, so nothing is bounded by, or as large as, the model's context.
     """
-    angles = positions.to(torch.float32)[:, None] * frequencies
-    return angles.cos().to(dtype)[:, None], angles.sin().to(dtype)[:, None]
+    angles = positions[:, None, None] * frequencies
+    return angles.cos(), angles.sin()

@@ -6,13 +6,14 @@ the base weights and for the adapters alike; the adapters are added by SGMV over
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from punica_batch_kernels.attention.types import AttentionMetadata
 from punica_batch_kernels.backend import REFERENCE, Kernels
+from punica_batch_kernels.elementwise.types import QKNorm
 from punica_batch_kernels.sgmv.types import LoraGroup, Segments
 from torch import Tensor
 from torch.nn import functional
@@ -29,7 +30,7 @@ class StepContext:
     cos: Tensor
     sin: Tensor
     meta: AttentionMetadata
-    plans: dict[int | None, Any]
+    plans: Mapping[int | None, Any]
     segments: Segments
 
 
@@ -55,8 +56,9 @@ class DecoderLayer:
         self.gate_up = linear(2 * m, h, config.mlp_bias)
         self.down = linear(h, m, config.mlp_bias)
         self.input_norm, self.post_attention_norm = vector(h), vector(h)
-        self.q_norm = vector(config.head_dim) if config.qk_norm else None
-        self.k_norm = vector(config.head_dim) if config.qk_norm else None
+        self.qk_norm: QKNorm | None = None
+        if config.qk_norm:
+            self.qk_norm = QKNorm(vector(config.head_dim), vector(config.head_dim), config.rms_norm_eps)
 
     def named_tensors(self, prefix: str) -> dict[str, Tensor]:
         """Hugging Face's names to where each tensor lives, fused ones as views."""
@@ -66,9 +68,9 @@ class DecoderLayer:
             f"{prefix}.input_layernorm.weight": self.input_norm,
             f"{prefix}.post_attention_layernorm.weight": self.post_attention_norm,
         }
-        if self.q_norm is not None and self.k_norm is not None:
-            tensors |= {f"{prefix}.self_attn.q_norm.weight": self.q_norm}
-            tensors |= {f"{prefix}.self_attn.k_norm.weight": self.k_norm}
+        if self.qk_norm is not None:
+            tensors |= {f"{prefix}.self_attn.q_norm.weight": self.qk_norm.q_weight}
+            tensors |= {f"{prefix}.self_attn.k_norm.weight": self.qk_norm.k_weight}
         fused: list[tuple[Linear, list[str], list[int]]] = [
             (self.qkv, ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], sizes),
             (self.o, ["self_attn.o_proj"], [config.hidden_size]),
@@ -109,22 +111,16 @@ class DecoderLayer:
         config, kernels = self.config, self.kernels
         heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         qkv = self._project(self.qkv, x, step, lora.qkv if lora else None).view(-1, heads + 2 * kv_heads, head_dim)
-        q, k, v = qkv.split_with_sizes([heads, kv_heads, kv_heads], dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            kernels.rms_norm(q, self.q_norm, config.rms_norm_eps, out=q)
-            kernels.rms_norm(k, self.k_norm, config.rms_norm_eps, out=k)
-        kernels.apply_rope(qkv[:, : heads + kv_heads], step.cos, step.sin)
-        kernels.write_kv(k, v, *cache, step.meta.slot_mapping)
+        kernels.rope_and_write_kv(qkv, heads, self.qk_norm, step.cos, step.sin, *cache, step.meta.slot_mapping)
         out = kernels.paged_attention(
-            q, *cache, step.meta, scale=self.scale, window=self.window, plan=step.plans[self.window]
+            qkv[:, :heads], *cache, step.meta, scale=self.scale, window=self.window, plan=step.plans[self.window]
         )
         return self._project(self.o, out.view(-1, config.q_size), step, lora.o if lora else None)
 
     def _project(self, linear: Linear, x: Tensor, step: StepContext, group: LoraGroup | None) -> Tensor:
-        y = linear.apply(x)
-        if group is not None:
-            self.kernels.add_lora(y, x, group, step.segments)
-        return y
+        if group is None:
+            return linear.apply(x)
+        return self.kernels.lora_linear(linear.apply, x, group, step.segments)
 
 
 class LlamaModel:
@@ -148,6 +144,14 @@ class LlamaModel:
         self.layers = [DecoderLayer(config, i, kernels, dtype, self.device) for i in indices]
         self.frequencies = rope_frequencies(config.rope, config.head_dim, self.device)
 
+    def use(self, kernels: Kernels) -> None:
+        """Computes with ``kernels`` from now on. Loading weights needs none, so they may be made meanwhile."""
+        self.kernels, self.lm_head.compute = kernels, kernels.linear
+        for layer in self.layers:
+            layer.kernels = kernels
+            for linear in (layer.qkv, layer.o, layer.gate_up, layer.down):
+                linear.compute = kernels.linear
+
     def named_tensors(self) -> dict[str, Tensor]:
         """``config.tensor_shapes()``'s names to where each tensor lives."""
         tensors = {"model.embed_tokens.weight": self.embed_tokens, "model.norm.weight": self.norm}
@@ -157,29 +161,31 @@ class LlamaModel:
             tensors |= layer.named_tensors(f"model.layers.{i}")
         return tensors
 
+    def plan_attention(self, meta: AttentionMetadata, block_size: int) -> dict[int | None, Any]:
+        """What the attention backend has to know of a step before ``forward``, by window. Works on the host."""
+        windows = set(self.config.sliding_windows)
+        return {w: self.kernels.plan_attention(meta, block_size, window=w) for w in windows}
+
     def forward(
         self,
         input_ids: Tensor,
         positions: Tensor,
         meta: AttentionMetadata,
+        plans: Mapping[int | None, Any],
         kv_caches: Sequence[tuple[Tensor, Tensor]],
         segments: Segments,
         lora: ModelLora | None,
     ) -> Tensor:
-        """One step over T rows, ordered as ``meta`` and ``segments`` say.
+        """One step over T rows, ordered as ``meta`` and ``segments`` say; ``plans``: ``plan_attention``'s for it.
 
         ``input_ids``, ``positions`` int [T]; ``kv_caches`` a (keys, values) pair a layer, each [num_blocks, block_size,
         kv_heads, head_dim], into which the step's own keys and values are written. Returns the hidden states after
-        the last norm, [T, hidden].
+        the last norm, [T, hidden]. ``lora`` None: no row has an adapter.
         """
-        lora = lora if segments.has_lora else None
         residual = functional.embedding(input_ids, self.embed_tokens)
         if lora is not None:
             self._add_embedding_lora(residual, input_ids, segments, lora)
-        cos, sin = rope_cos_sin(positions, self.frequencies, self.dtype)
-        block_size = kv_caches[0][0].shape[1]
-        windows = set(self.config.sliding_windows)
-        plans = {w: self.kernels.plan_attention(meta, block_size, window=w) for w in windows}
+        cos, sin = rope_cos_sin(positions, self.frequencies)
         step = StepContext(cos, sin, meta, plans, segments)
         x = None
         for i, layer in enumerate(self.layers):
@@ -187,12 +193,13 @@ class LlamaModel:
         assert x is not None
         return self.kernels.add_rms_norm(x, residual, self.norm, self.config.rms_norm_eps)
 
-    def logits(self, hidden: Tensor, segments: Segments, lora: ModelLora | None) -> Tensor:
-        """``hidden`` [S, hidden]: rows of ``forward``'s, with their own ``segments``. Returns float32 [S, vocab]."""
+    def logits(self, hidden: Tensor, segments: Segments | None, lora: ModelLora | None) -> Tensor:
+        """``hidden`` [S, hidden]: rows of ``forward``'s, with their own ``segments`` (None: none adds to the head).
+        Returns [S, vocab] of the model's dtype."""
         y = self.lm_head.apply(hidden)
-        if lora is not None and segments.has_lora:
+        if lora is not None and segments is not None and segments.has_lora:
             self.kernels.add_lora(y, hidden, lora.lm_head, segments)
-        return y.float()
+        return y
 
     def _add_embedding_lora(self, x: Tensor, input_ids: Tensor, segments: Segments, lora: ModelLora) -> None:
         starts = segments.seg_indptr_host

@@ -40,6 +40,10 @@ class ModelLora:
     lm_head: LoraGroup
     embeddings: list[tuple[Tensor, Tensor] | None] = field(default_factory=list)
 
+    def touches_ends(self, slot: int) -> bool:
+        """Whether the slot's adapter adds to the embedding or the head."""
+        return self.embeddings[slot] is not None or self.lm_head.slots[slot] is not None
+
     @classmethod
     def empty(cls, config: ModelConfig, num_slots: int) -> ModelLora:
         """All groups with their sizes and ``num_slots`` slots that hold nothing yet."""

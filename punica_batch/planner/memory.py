@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from punica_batch.errors import ValidationError
 
 MAX_BATCH = 256  # beyond it a step's time grows with the batch, so a larger one no longer pays
-ADAPTER_SHARE = 4  # slots nobody asked for take at most a quarter of what the weights leave
+MAX_ADAPTERS = MAX_BATCH + 64  # those of a batch, and the next ones, which load beside it
+ADAPTER_SHARE = 4  # adapters that nobody asked to keep take at most a quarter of what the weights leave
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,9 +18,11 @@ class MemoryPlan:
     """One worker's memory. Sizes in bytes.
 
     - ``total_bytes``: what the worker may use; ``weight_bytes`` and ``workspace_bytes`` (activations) of it are given;
-    - ``num_blocks`` KV blocks take ``kv_bytes``; ``max_loras`` adapter slots take ``adapter_bytes``;
+    - ``num_blocks`` KV blocks take ``kv_bytes``;
+    - adapters that are loaded at a time are at most ``max_loras`` and take at most ``adapter_bytes``, whichever of the
+      two is reached first, as their ranks differ;
     - ``max_num_seqs``: the batch cap;
-    - ``adapters_fit``: the most slots that would fit beside the KV blocks of one full-length row;
+    - ``adapters_fit``: how many of average size would fit beside the KV blocks of one full-length row;
     - ``reasons``: one sentence for each number, for ``plan``.
     """
 
@@ -43,8 +47,7 @@ def memory_plan(
     max_model_len: int,
     max_num_batched_tokens: int,
     workspace_bytes: int = 0,
-    slot_bytes: int = 0,
-    num_adapters: int = 0,
+    adapter_sizes: Sequence[int] = (),
     row_tokens: Sequence[int] = (),
     num_sequences: int | None = None,
     max_num_seqs: int | None = None,
@@ -52,17 +55,14 @@ def memory_plan(
 ) -> MemoryPlan:
     """Divides ``total_bytes`` (a GPU's share; on the CPU the worker's fraction of the available RAM).
 
-    ``slot_bytes``: one adapter slot, as large as the job's largest adapter. ``num_adapters``: distinct ones in the
-    job. ``row_tokens``: positions that (a sample of) the rows are expected to come to, prompt and output; none known
-    means ``max_model_len`` each. Too low costs preemptions, too high a smaller batch, neither a failure.
-    ``num_sequences``: rows times samples of the whole job, when known. ``max_num_seqs`` and ``max_loras``: the user's
-    own, kept as they are.
+    ``adapter_sizes``: bytes of each distinct adapter of the job. ``row_tokens``: positions that (a sample of) the rows
+    are expected to come to, prompt and output; none known means ``max_model_len`` each. Too low costs preemptions, too
+    high a smaller batch, neither a failure. ``num_sequences``: rows times samples of the whole job, when known.
+    ``max_num_seqs`` and ``max_loras``: the user's own, kept as they are.
 
-    Raises ``ValidationError`` when the weights do not fit, when a row of ``max_model_len`` tokens does not fit beside
-    them, or when ``max_loras`` slots do not fit beside both.
+    Raises ``ValidationError`` when the weights do not fit, when a row of ``max_model_len`` tokens and the largest
+    adapter do not fit beside them, or when ``max_loras`` adapters of average size do not.
     """
-    if num_adapters == 0 and max_loras is None:
-        slot_bytes = 0  # the one slot stays empty
     left = total_bytes - weight_bytes - workspace_bytes
     if left <= 0:
         raise ValidationError(
@@ -70,22 +70,16 @@ def memory_plan(
             f"{_size(total_bytes)}: use fewer workers, a smaller dtype, or more memory"
         )
     row_blocks = -(-max_model_len // block_size)
-    slots_wanted = max_loras if max_loras is not None else min(num_adapters, 1)
     spare = left - row_blocks * kv_bytes_per_block
-    if spare < 0 or (max_loras is None and spare < slots_wanted * slot_bytes):
+    largest = max(adapter_sizes, default=0)
+    if spare < largest:
         raise ValidationError(
-            f"one row of max_model_len {max_model_len} needs {_size(left - spare)} of KV cache and an adapter "
-            f"{_size(slots_wanted * slot_bytes)}; the weights leave {_size(left)}: lower --max-model-len, use fewer "
-            "workers, or more memory"
+            f"one row of max_model_len {max_model_len} needs {_size(left - spare)} of KV cache and the largest adapter "
+            f"{_size(largest)}; the weights leave {_size(left)}: lower --max-model-len, use fewer workers, or more "
+            "memory"
         )
-    adapters_fit = spare // slot_bytes if slot_bytes else max(num_adapters, max_loras or 1)
-    if max_loras is not None and max_loras * slot_bytes > spare:
-        raise ValidationError(
-            f"--max-loras {max_loras} needs {_size(max_loras * slot_bytes)}, and {_size(spare)} are left beside the "
-            f"weights and one full-length row: at most {adapters_fit} fit"
-        )
-    slots, slots_reason = _adapter_slots(left, spare, slot_bytes, num_adapters, adapters_fit, max_loras)
-    blocks_that_fit = (left - slots * slot_bytes) // kv_bytes_per_block
+    adapters = _adapter_share(left, spare, adapter_sizes, max_loras)
+    blocks_that_fit = (left - adapters.nbytes) // kv_bytes_per_block
     lengths = [min(tokens, max_model_len) for tokens in row_tokens] or [max_model_len]
     typical = -(-sum(-(-length // block_size) for length in lengths) // len(lengths))
     seqs, seqs_reason = _batch_cap(blocks_that_fit // typical, max_num_batched_tokens, num_sequences, max_num_seqs)
@@ -96,14 +90,14 @@ def memory_plan(
         workspace_bytes=workspace_bytes,
         num_blocks=num_blocks,
         kv_bytes=num_blocks * kv_bytes_per_block,
-        max_loras=slots,
-        adapter_bytes=slots * slot_bytes,
-        adapters_fit=adapters_fit,
+        max_loras=adapters.slots,
+        adapter_bytes=adapters.nbytes,
+        adapters_fit=adapters.fit,
         max_num_seqs=seqs,
         reasons=(
             f"{_size(weight_bytes)} for the base model and {_size(workspace_bytes)} to compute in, "
             f"of {_size(total_bytes)} that a worker may use",
-            slots_reason,
+            adapters.reason,
             seqs_reason,
             f"{_size(num_blocks * kv_bytes_per_block)} for the KV cache, {num_blocks:,} blocks of {block_size} tokens: "
             + _kv_reason(seqs, max_model_len, is_all=num_blocks == blocks_that_fit),
@@ -111,27 +105,54 @@ def memory_plan(
     )
 
 
-def _adapter_slots(
-    left: int, spare: int, slot_bytes: int, num_adapters: int, adapters_fit: int, asked: int | None
-) -> tuple[int, str]:
-    """Slots and why. The scheduler wants at least one even where no row names an adapter."""
+@dataclass(frozen=True, slots=True)
+class _AdapterShare:
+    slots: int
+    nbytes: int
+    fit: int
+    reason: str
 
-    def what(slots: int) -> str:
-        loaded = "1 adapter" if slots == 1 else f"{slots:,} adapters"
-        return f"{_size(slots * slot_bytes)} for {loaded} at a time, {_size(slot_bytes)} each"
 
+def _adapter_share(left: int, spare: int, sizes: Sequence[int], asked: int | None) -> _AdapterShare:
+    """The adapters' part of ``left``, of which ``spare`` is not the one full-length row's. The scheduler wants at least
+    one slot even where no row names an adapter."""
+    count, total, largest = len(sizes), sum(sizes), max(sizes, default=0)
+    average = -(-total // max(count, 1))
+    fit = spare // average if average else max(count, asked or 1)
+    would_fit = f"({fit:,} would fit)"
     if asked is not None:
-        return asked, f"{what(asked)}: --max-loras says so ({adapters_fit:,} would fit)"
-    if num_adapters == 0:
-        return 1, "no adapters"
-    share = min(left // ADAPTER_SHARE, spare) // slot_bytes if slot_bytes else num_adapters
+        nbytes = max(asked * average, largest)
+        if nbytes > spare:
+            raise ValidationError(
+                f"--max-loras {asked} needs {_size(nbytes)}, and {_size(spare)} are left beside the weights and one "
+                f"full-length row: at most {fit} fit"
+            )
+        return _AdapterShare(asked, nbytes, fit, f"{_loaded(nbytes, asked, sizes)}: --max-loras says so {would_fit}")
+    if count == 0:
+        return _AdapterShare(1, 0, fit, "no adapters")
     # two at least where they fit, so that the next adapter loads while one runs
-    slots = min(num_adapters, MAX_BATCH, max(share, min(2, adapters_fit)))
-    if slots == num_adapters:
-        return slots, f"{what(slots)}: all adapters of the job stay loaded ({adapters_fit:,} would fit)"
-    why = "no more run in one batch" if slots == MAX_BATCH else "a quarter of what the base model leaves"
-    rest = f"the job has {num_adapters:,}, which take turns; --max-loras changes it ({adapters_fit:,} would fit)"
-    return slots, f"{what(slots)}: {why}; {rest}"
+    share = min(spare, max(left // ADAPTER_SHARE, 2 * largest))
+    if total <= share and count <= MAX_ADAPTERS:
+        reason = f"{_loaded(total, count, sizes)}: all adapters of the job stay loaded {would_fit}"
+        return _AdapterShare(count, total, fit, reason)
+    nbytes = min(share, sum(sorted(sizes)[-MAX_ADAPTERS:]))
+    slots = min(MAX_ADAPTERS, _smallest_within(nbytes, sizes))
+    why = "no more run or load at a time" if nbytes < share else "a quarter of what the base model leaves"
+    rest = f"the job has {count:,}, which take turns; --max-loras changes it {would_fit}"
+    typical = min(slots, nbytes // average) if average else slots
+    return _AdapterShare(slots, nbytes, fit, f"{_loaded(nbytes, typical, sizes)}: {why}; {rest}")
+
+
+def _smallest_within(nbytes: int, sizes: Sequence[int]) -> int:
+    """How many of the smallest ``sizes`` come to at most ``nbytes``."""
+    return sum(together <= nbytes for together in accumulate(sorted(sizes)))
+
+
+def _loaded(nbytes: int, count: int, sizes: Sequence[int]) -> str:
+    least, most = min(sizes, default=0), max(sizes, default=0)
+    about = "" if least == most or nbytes == sum(sizes) else "about "
+    each = _size(most) if least == most else f"{_size(least)} to {_size(most)}"
+    return f"{_size(nbytes)} for {about}{count:,} adapter{'' if count == 1 else 's'} at a time, {each} each"
 
 
 def _batch_cap(rows_that_fit: int, max_tokens: int, num_sequences: int | None, asked: int | None) -> tuple[int, str]:

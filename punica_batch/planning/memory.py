@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from punica_batch.adapters.check import AdapterReport
 from punica_batch.config import JobConfig
+from punica_batch.engine.memory import GRAPH_BYTES, activation_bytes
 from punica_batch.engine.settings import resolve_dtypes
 from punica_batch.models.config import DTYPE_BYTES, ModelConfig
 from punica_batch.planner.memory import MAX_BATCH, MemoryPlan, memory_plan
@@ -15,7 +17,9 @@ from punica_batch.types import Dtype
 from punica_batch.workers.devices import Device
 
 DEFAULT_BATCHED_TOKENS = 2048
-RUNTIME_BYTES = 512 << 20  # torch itself, its allocator's slack, the worker's own objects
+# Beside activations: on a CPU torch itself, its allocator's slack, the worker's own objects; on a GPU the context, the
+# libraries' workspaces, and what the driver keeps for itself of the memory that it names as the device's.
+RUNTIME_BYTES = {"cpu": 512 << 20, "cuda": 2 << 30}
 
 
 def batched_tokens(config: JobConfig) -> int:
@@ -30,16 +34,18 @@ def worker_memory(
     ``num_sequences``: rows times samples of the whole job, if known. Raises ``ValidationError`` when it cannot be."""
     config, model = job.config, job.model
     dtypes = resolve_dtypes(config, model.torch_dtype, device.kind)
+    block_bytes = model.kv_bytes_per_block(config.block_size, dtypes.kv_cache)
+    batch = config.max_num_seqs or MAX_BATCH
+    workspace = workspace_bytes(model, batched_tokens(config), batch, dtypes.model, device.kind)
     return memory_plan(
         total_bytes=int(device.memory_bytes * config.gpu_memory_utilization),
         weight_bytes=model.weight_bytes(dtypes.model),
-        kv_bytes_per_block=model.kv_bytes_per_block(config.block_size, dtypes.kv_cache),
+        kv_bytes_per_block=block_bytes,
         block_size=config.block_size,
         max_model_len=job.max_model_len,
         max_num_batched_tokens=batched_tokens(config),
-        workspace_bytes=workspace_bytes(model, batched_tokens(config), config.max_num_seqs or MAX_BATCH, dtypes.model),
-        slot_bytes=max((slot_bytes(found.reports[name], model, dtypes.model) for name in found.specs), default=0),
-        num_adapters=len(found.specs),
+        workspace_bytes=workspace + block_bytes,  # the cache's scratch block
+        adapter_sizes=[slot_bytes(found.reports[name], model, dtypes.model) for name in found.specs],
         row_tokens=row_tokens,
         num_sequences=num_sequences,
         max_num_seqs=config.max_num_seqs,
@@ -54,9 +60,9 @@ def slot_bytes(report: AdapterReport, model: ModelConfig, dtype: Dtype) -> int:
     return report.rank * sum(out + inner for out, inner in adapted) * DTYPE_BYTES[dtype]
 
 
-def workspace_bytes(model: ModelConfig, batched_tokens: int, batch: int, dtype: Dtype) -> int:
-    """Activations at their peak: a layer's inputs and outputs for all tokens of a step (residual, norm, q, k, v,
-    attention, gate, up and their product), logits in float32 with one copy for sampling, and the runtime."""
-    per_token = 4 * model.hidden_size + 2 * model.q_size + 2 * model.kv_size + 3 * model.intermediate_size
-    logits = 2 * batch * model.vocab_size * 4
-    return RUNTIME_BYTES + batched_tokens * per_token * DTYPE_BYTES[dtype] + logits
+def workspace_bytes(
+    model: ModelConfig, batched_tokens: int, batch: int, dtype: Dtype, kind: Literal["cpu", "cuda"]
+) -> int:
+    """What a step and the runtime take on a device of this kind, CUDA graphs included."""
+    graphs = GRAPH_BYTES if kind == "cuda" else 0
+    return RUNTIME_BYTES[kind] + graphs + activation_bytes(model, batched_tokens, batch, dtype)

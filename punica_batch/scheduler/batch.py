@@ -22,6 +22,8 @@ class BatchArrays:
     """T rows of S sequences, prefill sequences first, decode sequences (one row each) last; R of them are sampled.
 
     - ``input_ids``, ``positions`` int64 [T]; ``slot_mapping`` int64 [T]: ``block * block_size + offset``;
+    - ``seats`` int64 [T]: where the device has the row's token, which the host does not know yet (-1: it does, and it
+      is in ``input_ids``);
     - ``qo_indptr`` int32 [S + 1]; ``kv_lens`` int32 [S], this step's rows included;
     - ``block_tables`` int32 [S, most blocks in use], unused entries 0;
     - ``seg_indptr`` [segments + 1], ``segment_lora_ids`` [segments]: runs of rows with one adapter (None: base);
@@ -31,6 +33,7 @@ class BatchArrays:
     """
 
     input_ids: Int64
+    seats: Int64
     positions: Int64
     slot_mapping: Int64
     qo_indptr: Int32
@@ -52,8 +55,9 @@ class BatchArrays:
 
 
 def build_arrays(batch: ScheduledBatch, block_size: int) -> BatchArrays:
-    """Must be called between ``Scheduler.schedule`` and ``Scheduler.update``."""
+    """Must be called between ``Scheduler.schedule`` and ``Scheduler.advance``."""
     items = batch.scheduled
+    input_ids, seats = _tokens(batch)
     sequences = [item.sequence for item in items]
     counts = np.array([item.num_tokens for item in items], dtype=np.int64)
     starts = np.array([sequence.num_computed_tokens for sequence in sequences], dtype=np.int64)
@@ -68,7 +72,8 @@ def build_arrays(batch: ScheduledBatch, block_size: int) -> BatchArrays:
     sampled = batch.sampled
     logits_seg_indptr, logits_segment_lora_ids = _segments((sequence.lora_id, 1) for sequence in sampled)
     return BatchArrays(
-        input_ids=_input_ids(batch),
+        input_ids=input_ids,
+        seats=seats,
         positions=positions,
         slot_mapping=blocks.astype(np.int64) * block_size + positions % block_size,
         qo_indptr=qo_indptr.astype(np.int32),
@@ -93,17 +98,25 @@ def _block_tables(sequences: list[Sequence], num_blocks: NDArray[Any]) -> Int32:
     return tables
 
 
-def _input_ids(batch: ScheduledBatch) -> Int64:
+def _tokens(batch: ScheduledBatch) -> tuple[Int64, Int64]:
+    """``input_ids`` and ``seats``. Only a decode's token can be unknown: what was preempted waits until all are."""
+
     def prefill(item: ScheduledSequence) -> Int32:
+        assert not item.sequence.num_pending
         start = item.sequence.num_computed_tokens
         return item.sequence.tokens(start, start + item.num_tokens)
 
-    def decode(sequence: Sequence) -> int:
+    def decode(sequence: Sequence) -> tuple[int, int]:
+        if sequence.num_pending:
+            return 0, sequence.seat
         outputs = sequence.output_token_ids
-        return outputs[-1] if outputs else int(sequence.request.prompt_token_ids[-1])
+        return outputs[-1] if outputs else int(sequence.request.prompt_token_ids[-1]), -1
 
-    last_tokens = np.array([decode(item.sequence) for item in batch.decodes], dtype=np.int64)
-    return np.concatenate([*map(prefill, batch.prefills), last_tokens]).astype(np.int64)
+    last = np.array([decode(item.sequence) for item in batch.decodes], dtype=np.int64).reshape(-1, 2)
+    input_ids = np.concatenate([*map(prefill, batch.prefills), last[:, 0]]).astype(np.int64)
+    seats = np.full(len(input_ids), -1, dtype=np.int64)
+    seats[len(seats) - len(last) :] = last[:, 1]
+    return input_ids, seats
 
 
 def _segments(runs: Iterable[tuple[str | None, int]]) -> tuple[list[int], list[str | None]]:

@@ -37,7 +37,7 @@ class ScheduledBatch:
 
     @property
     def sampled(self) -> list[Sequence]:
-        """The sequences that get a token, in the order in which ``Scheduler.update`` takes the tokens."""
+        """The sequences that get a token, in the order in which their tokens come."""
         return [item.sequence for item in self.scheduled if item.samples]
 
     @property

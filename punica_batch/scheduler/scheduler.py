@@ -3,17 +3,16 @@
 Punica (arXiv 2310.18547), section 5, with several prefills in a step, chunked to a token budget and mixed with
 decodes. Pure: no clock, no randomness, no device.
 
-The door to asynchrony (step t+1 planned while t runs): ``schedule`` reads how many tokens a sequence has, never
-which; ``update`` first advances ``num_computed_tokens`` and then appends token values. A caller that plans ahead may
-advance at once, append a placeholder id for each sampled token and put in the value later, and must hold ``finish``
-back (blocks and pins) until the last step that names the sequence has run.
+A caller may plan step t+1 while t runs: ``schedule`` reads how many tokens a sequence has, never which, so ``advance``
+counts a step as soon as it is enqueued and ``Sequence.take`` brings its tokens' values later, before the next but one
+is planned. Blocks, seats and adapter pins are free at once when a sequence ends, even while a step that names it is
+under way: the device runs the steps in order, so whoever gets them next uses them later.
 """
 
 from __future__ import annotations
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Protocol
@@ -77,7 +76,8 @@ class SchedulerConfig:
 
 
 class Scheduler:
-    """``add`` sequences, then ``schedule`` → compute → ``update`` → ``finish`` those that ended, until none is left.
+    """``add`` sequences, then ``schedule`` → ``advance`` → (compute) → ``Sequence.take`` → ``finish`` those that ended,
+    until none is left.
 
     Only sequences whose request ``fits`` may be added: another could never run.
     """
@@ -85,10 +85,12 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, slots: AdapterSlots) -> None:
         self.config = config
         self.pool = BlockPool(config.num_blocks, config.block_size)
+        self.max_num_batched_tokens = config.max_num_batched_tokens  # may be lowered between steps
         self._slots = slots
         self._waiting = WaitingQueue()
         self._running: list[Sequence] = []  # oldest first
         self._running_loras: Counter[str] = Counter()
+        self._seats = list(range(config.max_num_seqs - 1, -1, -1))
         self._next_arrival = 0
 
     @property
@@ -121,12 +123,13 @@ class Scheduler:
         self._waiting.add(sequence)
 
     def schedule(self) -> ScheduledBatch | None:
-        """Plans a step, or None when nothing can run now (no work, or all of it waits for adapters to load).
+        """Plans a step, or None when nothing can run now (no work, or all of it waits for adapters to load). A plan
+        that is not followed by ``advance`` may be dropped: the next one takes it up.
 
         Running decodes first, then running prefills, then new ones: each oldest first. None is admitted in a step
         that preempted: the blocks just freed belong to those that run.
         """
-        budget = self.config.max_num_batched_tokens
+        budget = self.max_num_batched_tokens
         items: list[ScheduledSequence] = []
         preempted = self._schedule_decodes(items)
         budget -= len(items)
@@ -137,15 +140,11 @@ class Scheduler:
             self._admit(items, budget)
         return arrange(items, preempted) if items else None
 
-    def update(self, batch: ScheduledBatch, tokens: Seq[int]) -> None:
-        """Takes the step's outcome: ``tokens[i]`` was sampled for ``batch.sampled[i]``."""
-        sampled = batch.sampled
-        if len(tokens) != len(sampled):
-            raise ValueError(f"{len(sampled)} sequences were sampled, but {len(tokens)} tokens came back")
+    def advance(self, batch: ScheduledBatch) -> None:
+        """The step is enqueued: its tokens count as computed, and those that it samples as pending."""
         for item in batch.scheduled:
             item.sequence.num_computed_tokens += item.num_tokens
-        for sequence, token in zip(sampled, tokens, strict=True):
-            sequence.output_token_ids.append(int(token))
+            item.sequence.num_pending += item.samples
 
     def finish(self, sequence: Sequence) -> None:
         """Ends a running sequence: its blocks are free and its adapter has one user less."""
@@ -184,6 +183,8 @@ class Scheduler:
         loras = Counter(s.lora_id for s in self._running if s.lora_id is not None)
         assert loras == self._running_loras
         assert len(loras) <= self.config.max_loras
+        seats = [sequence.seat for sequence in self._running]
+        assert sorted(seats + self._seats) == list(range(self.config.max_num_seqs))
         for sequence in self._running:
             assert sequence.status is SequenceStatus.RUNNING
             assert 0 <= sequence.num_computed_tokens < sequence.num_tokens
@@ -194,6 +195,7 @@ class Scheduler:
             assert sequence.status is SequenceStatus.WAITING
             assert not sequence.block_table
             assert sequence.num_computed_tokens == 0
+            assert sequence.seat == -1
 
     # -- planning a step ----------------------------------------------------------------------------------------
 
@@ -271,6 +273,7 @@ class Scheduler:
         sequence.block_table.extend(self.pool.allocate(blocks))
         sequence.status = SequenceStatus.RUNNING
         sequence.started = True
+        sequence.seat = self._seats.pop()
         insort(self._running, sequence, key=_by_arrival)
         if sequence.lora_id is not None:
             self._running_loras[sequence.lora_id] += 1
@@ -286,6 +289,8 @@ class Scheduler:
 
     def _stop_running(self, sequence: Sequence) -> None:
         self._running.remove(sequence)
+        self._seats.append(sequence.seat)
+        sequence.seat = -1
         self.pool.free(reversed(sequence.block_table))
         del sequence.block_table[:]
         if sequence.lora_id is not None:

@@ -183,7 +183,9 @@ def teacher_forced(engine: Engine, rows: Sequence[Row], prompt_lens: Sequence[in
             logits[sequence.request.row][torch.from_numpy(arrays.positions[rows_of])] = step[rows_of]
         following = [[*rows[q.request.row][1], EOS][q.num_tokens] for q in batch.sampled]
         ended = [q for q in batch.sampled if q.num_tokens == len(rows[q.request.row][1])]
-        scheduler.update(batch, following)
+        scheduler.advance(batch)
+        for sequence, token in zip(batch.sampled, following, strict=True):
+            sequence.take(token)
         for sequence in ended:
             scheduler.finish(sequence)
         scheduler.check_integrity()
@@ -221,9 +223,9 @@ def generate(engine: Engine, requests: Sequence[Request]) -> dict[int, RowResult
     return results
 
 
-def requests_of(rows: Sequence[Row], **sampling: Any) -> list[Request]:
+def requests_of(rows: Sequence[Row], *, first: int = 0, **sampling: Any) -> list[Request]:
     params = SamplingParams(**sampling)
-    return [Request(i, np.array(ids, np.int32), lora_id, params) for i, (lora_id, ids) in enumerate(rows)]
+    return [Request(i, np.array(ids, np.int32), lora_id, params) for i, (lora_id, ids) in enumerate(rows, first)]
 
 
 def tokens(result: RowResult) -> list[list[int]]:

@@ -105,18 +105,19 @@ class Driver:
             tables[i, : len(self.tables[s])] = self.tables[s]
         prefills = [counts[s] for s in members if counts[s] > 1]
         meta = AttentionMetadata(
-            torch.tensor(starts, dtype=torch.int32), torch.tensor(kv_lens, dtype=torch.int32), torch.from_numpy(tables),
-            torch.from_numpy(np.concatenate(slots)), len(prefills), sum(prefills), tuple(starts), tuple(kv_lens),
-            tables,
+            torch.from_numpy(np.concatenate(slots)), np.array(starts, np.int32), np.array(kv_lens, np.int32), tables,
+            len(prefills), sum(prefills),
         )  # fmt: skip
         ids = torch.cat([self.prompts[s][p[0] : p[-1] + 1] for s, p in zip(members, positions, strict=True)])
         segments = Segments.build(starts, [self.slots[s] for s in members])
         with torch.inference_mode():
             hidden = self.model.forward(
-                ids, torch.from_numpy(np.concatenate(positions)), meta, self.caches, segments, self.lora
-            )
+                ids, torch.from_numpy(np.concatenate(positions)), meta,
+                self.model.plan_attention(meta, BLOCK), self.caches, segments, self.lora if segments.has_lora else None,
+            )  # fmt: skip
             logits = self.model.logits(hidden, segments, self.lora)
-        assert logits.dtype == torch.float32
+        assert logits.dtype == self.model.dtype
+        logits = logits.float()
         for i, s in enumerate(members):
             self.logits[s].append(logits[starts[i] : starts[i + 1]])
             self.done[s] += counts[s]

@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 
 from punica_batch.scheduler.batch import BatchArrays
-from punica_batch.scheduler.scheduler import ScheduledBatch, SchedulerConfig
+from punica_batch.scheduler.scheduler import ScheduledBatch, Scheduler, SchedulerConfig
 from punica_batch.scheduler.sequence import Sequence
 from punica_batch.types import Request, SamplingParams
 
@@ -194,12 +194,20 @@ class GoldPolicy:
             toy.known += toy.computed == toy.known and count > 0
 
 
+def compute(scheduler: Scheduler, batch: ScheduledBatch, tokens: list[int]) -> None:
+    """What follows ``schedule`` where each step's outcome is known before the next."""
+    scheduler.advance(batch)
+    for sequence, token in zip(batch.sampled, tokens, strict=True):
+        sequence.take(token)
+
+
 class ToyDevice:
     """Runs a step from its arrays alone: writes each row's token to its KV slot, then reads each row's whole past
     back through the block table. ``slots``: slot -> (row, sample, position, token)."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
+        self.seats: dict[int, int] = {}  # the last token of the sequence that sits there
         self.slots: dict[int, tuple[int, int, int, int]] = {}
         self.computed: dict[tuple[int, int], int] = {}
 
@@ -216,7 +224,11 @@ class ToyDevice:
             for row in range(first, last):
                 position, slot, token = (int(a[row]) for a in (arrays.positions, arrays.slot_mapping, arrays.input_ids))
                 assert position == self.computed.get(key, 0), "a token is computed twice or left out"
-                assert token == sequence.token_ids[position]
+                if arrays.seats[row] >= 0:
+                    assert arrays.seats[row] == sequence.seat
+                    token = self.seats[sequence.seat]
+                else:
+                    assert token == sequence.token_ids[position]
                 assert slot not in written, "two rows write one slot"
                 written.add(slot)
                 self.slots[slot] = (*key, position, token)
@@ -230,7 +242,9 @@ class ToyDevice:
             ], "another sequence's keys, or keys out of place"
             last_row = int(arrays.qo_indptr[index + 1]) - 1
             answers[last_row] = next_token([token for *_, token in past], sequence.lora_id, sequence.sample)
-        return [answers[row] for row in arrays.logits_rows.tolist()]
+        sampled = [answers[row] for row in arrays.logits_rows.tolist()]
+        self.seats |= {sequence.seat: token for sequence, token in zip(arrays.sampled, sampled, strict=True)}
+        return sampled
 
     def read(self, arrays: BatchArrays, index: int, position: int) -> tuple[int, int, int, int]:
         block = int(arrays.block_tables[index, position // self.block_size])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 import random
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,7 +21,7 @@ from punica_batch.engine.lora_store import LoraStore
 from punica_batch.engine.model_runner import SampledTokens
 from punica_batch.engine.rows import Endings
 from punica_batch.engine.settings import EngineSettings
-from punica_batch.errors import AdapterError, StoreAway, UsageError
+from punica_batch.errors import AdapterError, JobError, StoreAway, UsageError
 from punica_batch.models.lora import ModelLora
 from punica_batch.scheduler.batch import BatchArrays
 from punica_batch.text.tokenizer import Tokenizer
@@ -42,6 +44,13 @@ def letters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     LETTERS.clear()
 
 
+@pytest.fixture(autouse=True, params=[0, 1], ids=["at once", "a step ahead"])
+def steps_ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    ahead = int(request.param)
+    monkeypatch.setattr(sys.modules[__name__], "Engine", functools.partial(Engine, steps_ahead=ahead))
+    return ahead
+
+
 class ScriptedRunner:
     """Row r's sample s gets the tokens of ``script(r, s)``, one by one; None stands for NaN logits."""
 
@@ -54,7 +63,8 @@ class ScriptedRunner:
         self.batches.append([(s.request.row, s.sample) for s in arrays.sequences])
         for lora_id in arrays.segment_lora_ids:
             assert lora_id is None or self.slots(lora_id) >= 0
-        tokens = [self.script(s.request.row, s.sample)[len(s.output_token_ids)] for s in arrays.sampled]
+        # one more token than scripted: what is computed of a row before its end is known
+        tokens = [[*self.script(s.request.row, s.sample), 17][s.num_output_tokens] for s in arrays.sampled]
         return SampledTokens([t or 0 for t in tokens], [t is not None for t in tokens], {})
 
     def collect(self, step: SampledTokens) -> SampledTokens:
@@ -136,7 +146,7 @@ def test_samples_come_together_and_in_order() -> None:
     engine = make(lambda r, s: script[s] if r == 7 else [EOS])
     engine.add(row(7, n=3))
     engine.add(row(8))
-    assert [r.row for r in engine.step()] == [8]
+    assert [r.row for r in engine.step() or engine.step()] == [8]
     (result,) = run(engine).values()
     assert [c.token_ids for c in result.completions] == [(3, EOS), (1,) * 5, (EOS,)]
 
@@ -295,3 +305,44 @@ def test_settings_are_plain_and_checked() -> None:
         EngineSettings(model="m", num_blocks=0, max_model_len=8)
     with pytest.raises(UsageError, match="max_num_batched_tokens"):
         EngineSettings(model="m", num_blocks=4, max_model_len=8, max_num_seqs=64, max_num_batched_tokens=63)
+
+
+def test_a_step_that_does_not_fit_the_memory_is_halved_until_it_does() -> None:
+    engine = make(max_num_seqs=4, max_num_batched_tokens=32)
+    runner, sizes = engine.runner, list[int]()
+    execute = runner.execute
+
+    def limited(arrays: BatchArrays) -> Any:
+        sizes.append(arrays.num_tokens)
+        if arrays.num_tokens > 9:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return execute(arrays)
+
+    runner.execute = limited  # type: ignore[method-assign]
+    results = run(engine, *(row(i, length=10 + i) for i in range(3)))
+    assert [len(results[i].completions[0].token_ids) for i in range(3)] == [5, 5, 5]
+    assert sizes[:3] == [32, 16, 8]
+    assert max(sizes[3:]) <= 8
+
+
+def test_a_gpu_too_small_for_the_smallest_step_ends_the_job() -> None:
+    engine = make(max_num_seqs=4, max_num_batched_tokens=32)
+
+    def never(arrays: BatchArrays) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    engine.runner.execute = never  # type: ignore[method-assign]
+    with pytest.raises(JobError, match=r"a step of \d+ tokens: lower --max-num-seqs"):
+        run(engine, row(0, length=30))
+
+
+def test_a_row_that_comes_again_gets_nothing_of_the_step_under_way() -> None:
+    """It was dropped and given again while a step of its first time had not been collected."""
+    engine = make(lambda r, s: [1, 2, 3, 4, 5])
+    engine.add(row(0))
+    engine.add(row(1))
+    for _ in range(2):
+        engine.step()
+    engine.abort(0)
+    results = run(engine, row(0, max_tokens=2))
+    assert {i: r.completions[0].token_ids for i, r in results.items()} == {0: (1, 2), 1: (1, 2, 3, 4, 5)}

@@ -60,18 +60,6 @@ def test_b_lies_rank_by_rank_with_its_scale(settings: EngineSettings) -> None:
         assert all(b is None or b.t().is_contiguous() for b in group.b)
 
 
-def test_a_copy_elsewhere_has_the_same_views(settings: EngineSettings) -> None:
-    packed = load(settings, "a")
-    moved = packed.to(torch.device("meta"))
-    for here, there in zip(packed.groups, moved.groups, strict=True):
-        assert (here is None) == (there is None)
-        if here is not None and there is not None:
-            pairs = [(here.a, there.a), *((x, y) for x, y in zip(here.b, there.b, strict=True) if x is not None)]
-            for x, y in pairs:
-                assert y is not None
-                assert (x.shape, x.stride(), x.storage_offset()) == (y.shape, y.stride(), y.storage_offset())
-
-
 def test_a_rank_above_the_bound_fails_that_adapter(settings: EngineSettings) -> None:
     with pytest.raises(AdapterError, match=r"'c': its rank is 5, .* up to 4: raise max_lora_rank"):
         load(settings, "c")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from punica_batch.engine import sampler
 from punica_batch.engine.philox import GUMBEL_SPAN, RACE_RATIO, gumbel, philox4x32, splitmix64, stream_keys
-from punica_batch.engine.sampler import MIN_TEMPERATURE, SamplingBatch, sample
+from punica_batch.engine.sampler import MIN_TEMPERATURE, SamplingBatch, greedy, sample
 from punica_batch.types import SamplingParams
 
 WIDTHS = {
@@ -247,7 +247,7 @@ def test_chunks_do_not_change_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.randn(9, 64, generator=torch.Generator().manual_seed(2))
     params = [SamplingParams(temperature=1.0, top_p=0.9)] * 9
     whole = sample(logits, batch_of(params)).token_ids.tolist()
-    monkeypatch.setitem(sampler._CHUNK_LOGITS, "cpu", 130)
+    monkeypatch.setattr(sampler, "_CHUNK_LOGITS", 130)
     assert sample(logits, batch_of(params)).token_ids.tolist() == whole
 
 
@@ -322,3 +322,24 @@ def test_more_logprobs_than_vocabulary() -> None:
     out = sample(torch.randn(1, 5, generator=torch.Generator().manual_seed(6)), batch_of([SamplingParams(logprobs=20)]))
     assert out.top_ids is not None
     assert sorted(out.top_ids[0].tolist()) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_logits_choose_as_their_float32(dtype: torch.dtype) -> None:
+    """Many of them are equal."""
+    logits = (torch.randn(12, 5000, generator=torch.Generator().manual_seed(9)) * 3).to(dtype)
+    params = [SamplingParams(temperature=i % 3 / 2, top_p=[1.0, 0.8][i % 2], logprobs=i % 4 or None) for i in range(12)]
+    got, want = sample(logits, batch_of(params)), sample(logits.float(), batch_of(params))
+    assert got.token_ids.tolist() == want.token_ids.tolist()
+    assert got.chosen_logprobs is not None
+    assert want.chosen_logprobs is not None
+    assert torch.equal(got.chosen_logprobs, want.chosen_logprobs)
+    token_ids, finite = greedy(logits)
+    assert token_ids.tolist() == logits.float().numpy().argmax(axis=1).tolist()
+    assert finite.all()
+
+
+def test_what_greedy_alone_answers() -> None:
+    assert batch_of([SamplingParams(), SamplingParams(seed=3)]).greedy_only
+    assert not batch_of([SamplingParams(), SamplingParams(temperature=1.0)]).greedy_only
+    assert not batch_of([SamplingParams(), SamplingParams(logprobs=0)]).greedy_only

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -22,8 +23,7 @@ def plan(**changes: Any) -> MemoryPlan:
         "block_size": 16,
         "max_model_len": 160,
         "max_num_batched_tokens": 2048,
-        "slot_bytes": 10 * MIB,
-        "num_adapters": 5,
+        "adapter_sizes": [10 * MIB] * 5,
     }
     return memory_plan(**{**values, **changes})
 
@@ -46,20 +46,33 @@ def test_all_adapters_stay_and_the_rest_is_kv() -> None:
 
 
 def test_many_adapters_get_a_quarter_and_the_plan_says_so() -> None:
-    got = plan(num_adapters=300)
+    got = plan(adapter_sizes=[10 * MIB] * 300)
     assert got.max_loras == 15
     assert got.reasons[1] == (
         "150.0 MiB for 15 adapters at a time, 10.0 MiB each: a quarter of what the base model leaves; "
         "the job has 300, which take turns; --max-loras changes it (59 would fit)"
     )
-    assert plan(num_adapters=300, max_loras=1).reasons[1] == (
+    assert plan(adapter_sizes=[10 * MIB] * 300, max_loras=1).reasons[1] == (
         "10.0 MiB for 1 adapter at a time, 10.0 MiB each: --max-loras says so (59 would fit)"
     )
-    assert plan(num_adapters=300, slot_bytes=1).max_loras == 256
+    assert plan(adapter_sizes=[1] * 400).max_loras == 320
     # two slots although they take more than a quarter, so that one loads while one runs
-    assert plan(num_adapters=300, slot_bytes=200 * MIB).max_loras == 2
-    assert plan(num_adapters=300, slot_bytes=300 * MIB).max_loras == 1
-    assert plan(num_adapters=0).max_loras == 1
+    assert plan(adapter_sizes=[200 * MIB] * 300).max_loras == 2
+    assert plan(adapter_sizes=[300 * MIB] * 300).max_loras == 1
+    assert plan(adapter_sizes=[]).max_loras == 1
+
+
+def test_adapters_of_many_sizes_share_a_number_of_bytes() -> None:
+    got = plan(adapter_sizes=[*[MIB] * 200, *[40 * MIB] * 4])
+    assert (got.max_loras, got.adapter_bytes) == (150, 150 * MIB)
+    assert got.adapters_fit == 590 * 204 // 360
+    assert got.reasons[1].startswith("150.0 MiB for about 84 adapters at a time, 1.0 MiB to 40.0 MiB each: a quarter")
+    assert plan(adapter_sizes=[MIB, 40 * MIB]).reasons[1] == (
+        "41.0 MiB for 2 adapters at a time, 1.0 MiB to 40.0 MiB each: all adapters of the job stay loaded "
+        "(28 would fit)"
+    )
+    # the largest alone has to fit whatever is asked for
+    assert plan(adapter_sizes=[MIB, 40 * MIB], max_loras=1).adapter_bytes == 40 * MIB
 
 
 def test_the_batch_cap_is_what_pays() -> None:
@@ -90,7 +103,7 @@ def test_a_full_row_that_does_not_fit_is_refused() -> None:
     assert plan(max_model_len=590 * 16).max_loras == 1
     with pytest.raises(ValidationError, match="one row of max_model_len 9600"):
         plan(max_model_len=600 * 16)  # no room for an adapter beside it
-    assert plan(max_model_len=600 * 16, num_adapters=0, slot_bytes=0).num_blocks == 600
+    assert plan(max_model_len=600 * 16, adapter_sizes=[]).num_blocks == 600
 
 
 def test_more_slots_than_fit_are_refused_with_how_many_do() -> None:
@@ -105,8 +118,7 @@ def test_more_slots_than_fit_are_refused_with_how_many_do() -> None:
     weights=st.integers(0, 10**6),
     workspace=st.integers(0, 1000),
     block_bytes=st.integers(1, 500),
-    slot_bytes=st.integers(0, 5000),
-    num_adapters=st.integers(0, 1000),
+    sizes=st.lists(st.integers(0, 5000), max_size=400) | st.lists(st.just(7), max_size=400),
     max_model_len=st.integers(1, 4000),
     budget=st.integers(1, 4096),
     lengths=st.lists(st.integers(1, 5000), max_size=5),
@@ -114,7 +126,7 @@ def test_more_slots_than_fit_are_refused_with_how_many_do() -> None:
     max_loras=st.none() | st.integers(1, 300),
 )
 @example(  # slots that cost nothing: as many fit as are asked for
-    total=1, weights=0, workspace=0, block_bytes=1, slot_bytes=0, num_adapters=0, max_model_len=1, budget=1, lengths=[],
+    total=1, weights=0, workspace=0, block_bytes=1, sizes=[], max_model_len=1, budget=1, lengths=[],
     max_num_seqs=None, max_loras=2,
 )  # fmt: skip
 def test_a_plan_always_fits_and_can_always_run_a_full_row(
@@ -122,8 +134,7 @@ def test_a_plan_always_fits_and_can_always_run_a_full_row(
     weights: int,
     workspace: int,
     block_bytes: int,
-    slot_bytes: int,
-    num_adapters: int,
+    sizes: list[int],
     max_model_len: int,
     budget: int,
     lengths: list[int],
@@ -139,16 +150,16 @@ def test_a_plan_always_fits_and_can_always_run_a_full_row(
             block_size=16,
             max_model_len=max_model_len,
             max_num_batched_tokens=budget,
-            slot_bytes=slot_bytes,
-            num_adapters=num_adapters,
+            adapter_sizes=sizes,
             row_tokens=lengths,
             max_num_seqs=max_num_seqs,
             max_loras=max_loras,
         )
     except ValidationError:
         row = -(-max_model_len // 16) * block_bytes
-        slots = slot_bytes * (min(num_adapters, 1) if max_loras is None else max_loras)
-        assert weights + workspace + row + slots > total or weights + workspace >= total
+        average = math.ceil(sum(sizes) / max(len(sizes), 1))
+        adapters = max(max(sizes, default=0), average * (max_loras or 0))
+        assert weights + workspace + row + adapters > total or weights + workspace >= total
         return
     assert got.weight_bytes + got.workspace_bytes + got.kv_bytes + got.adapter_bytes <= total
     assert got.num_blocks * 16 >= max_model_len
@@ -157,5 +168,9 @@ def test_a_plan_always_fits_and_can_always_run_a_full_row(
     assert got.max_num_seqs == max_num_seqs or max_num_seqs is None or max_num_seqs > budget
     assert got.max_loras >= 1
     assert max_loras in (None, got.max_loras)
-    assert got.max_loras <= max(got.adapters_fit, 1)
+    assert got.adapter_bytes >= max(sizes, default=0), "an adapter that never fits would hold its rows up for ever"
+    if max_loras is None:
+        assert got.max_loras <= max(len(sizes), 1)
+        assert got.adapter_bytes <= sum(sizes)
+        assert sum(sorted(sizes)[: got.max_loras]) <= got.adapter_bytes, "no slot stays empty"
     assert len(got.reasons) == 4

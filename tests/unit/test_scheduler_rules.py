@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
-from scheduler_gold import ToySlots, make_request
+from scheduler_gold import ToySlots, compute, make_request
 
 from punica_batch.errors import UsageError
-from punica_batch.scheduler.batch import build_arrays
+from punica_batch.scheduler.batch import BatchArrays, build_arrays
 from punica_batch.scheduler.block_pool import BlockPool
 from punica_batch.scheduler.scheduler import ScheduledBatch, Scheduler, SchedulerConfig
 from punica_batch.scheduler.sequence import Sequence, SequenceStatus
@@ -46,7 +47,7 @@ def step(target: Scheduler, slots: ToySlots) -> ScheduledBatch | None:
     slots.tick()
     if batch is not None:
         sampled = batch.sampled
-        target.update(batch, [1] * len(sampled))
+        compute(target, batch, [1] * len(sampled))
         for sequence in sampled:
             if len(sequence.output_token_ids) == sequence.request.sampling.max_tokens:
                 target.finish(sequence)
@@ -234,14 +235,35 @@ def test_a_preempted_row_is_not_taken_back() -> None:
     assert target.take_back(5) == []
 
 
-def test_update_wants_one_token_for_each_sampled_sequence() -> None:
+def test_a_step_is_planned_before_the_one_before_is_known() -> None:
+    """Counts move at once; a token that is not known yet is named by its seat; seats are reused."""
     target, _ = scheduler(max_num_batched_tokens=10)
     add(target, 0, 4)
-    add(target, 1, 30)
+    add(target, 1, 9)
+    for expected in ({0: [-1] * 4, 1: [-1] * 6}, {0: [0], 1: [-1] * 3}, {0: [0], 1: [1]}):
+        batch = target.schedule()
+        assert batch is not None
+        assert seats(build_arrays(batch, 16)) == expected
+        target.advance(batch)
+    first, second = target.running
+    assert (first.num_pending, second.num_pending) == (3, 2)
+    assert (first.seat, second.seat) == (0, 1)
+    target.finish(first)
+    assert first.seat == -1
+    add(target, 2, 1)
     batch = target.schedule()
     assert batch is not None
-    with pytest.raises(ValueError, match="1 sequences were sampled, but 2 tokens"):
-        target.update(batch, [1, 2])
+    assert seats(build_arrays(batch, 16)) == {1: [1], 2: [-1]}
+    assert target.running[-1].seat == 0
+    for token in (7, 8):
+        second.take(token)
+    arrays = build_arrays(batch, 16)
+    assert arrays.input_ids[arrays.sequences.index(second)] == 8
+
+
+def seats(arrays: BatchArrays) -> dict[int, list[int]]:
+    parts = np.split(arrays.seats, arrays.qo_indptr[1:-1])
+    return {s.request.row: part.tolist() for s, part in zip(arrays.sequences, parts, strict=True)}
 
 
 def test_arrays_of_a_mixed_batch_merge_the_adapter_at_the_border() -> None:

@@ -1,0 +1,83 @@
+"""Steps captured as CUDA graphs: what a step's shape launches is launched as a whole from its second time on.
+
+A graph reads only what stays in its place: the step buffer, the attention backend's plans, the KV cache, the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from punica_batch.scheduler.padding import StepShape
+
+Forward = Callable[[], Tensor]
+Replay = Callable[[Forward], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class GraphKey:
+    """``tiles``: (``block_m``, number of tiles) of each kernel family; none for a step without adapters."""
+
+    shape: StepShape
+    tiles: tuple[tuple[int, int], ...]
+
+
+class Recorder(Protocol):
+    """Makes of a forward pass what repeats it for other numbers in the same places.
+
+    What it answers is called with the forward pass of the step at hand, which a recorder that captured nothing can
+    run; the recording itself computes nothing that is used.
+    """
+
+    def __call__(self, forward: Forward) -> Replay: ...
+
+
+class StepGraphs:
+    """The graphs of one engine, recorded when a step of their kind first comes up."""
+
+    def __init__(self, record: Recorder) -> None:
+        self._record = record
+        self._graphs: dict[GraphKey, Replay] = {}
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def run(self, key: GraphKey, forward: Forward) -> Tensor:
+        """``forward()``, replayed where it was recorded before. The result is good until the next step runs."""
+        replay = self._graphs.get(key)
+        if replay is not None:
+            return replay(forward)
+        hidden = forward()  # compiles what is not compiled yet: a capture must not
+        self._graphs[key] = self._record(forward)
+        return hidden
+
+
+class CudaRecorder:
+    """Captures on a stream of its own. All graphs share one memory pool, as they never run side by side."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def __call__(self, forward: Forward) -> Replay:
+        graph = torch.cuda.CUDAGraph()
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            # threads that load adapters go on allocating meanwhile
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                hidden = forward()
+            finally:
+                graph.capture_end()
+        current.wait_stream(self._stream)
+
+        def replay(forward: Forward) -> Tensor:
+            graph.replay()
+            return hidden
+
+        return replay

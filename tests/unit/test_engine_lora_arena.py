@@ -1,0 +1,67 @@
+"""The arena against a byte map: what is handed out is nobody else's, and all of it comes back."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from punica_batch.engine.lora_arena import Arena, NoRoom
+
+
+class Step:
+    """An enqueued step that is over when told so, or waited for."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+
+    def query(self) -> bool:
+        return self.is_over
+
+    def synchronize(self) -> None:
+        self.is_over = True
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_use_against_a_byte_map(seed: int) -> None:
+    """``NoRoom`` comes exactly when no run of free bytes, those being freed included, is long enough."""
+    choose = random.Random(seed)
+    size = 97
+    arena = Arena(size)
+    owner: list[int | None] = [None] * size
+    held: dict[int, tuple[int, int]] = {}
+    steps: list[Step] = []
+    for name in range(2000):
+        if held and choose.random() < 0.5:
+            start, nbytes = held.pop(choose.choice(list(held)))
+            owner[start : start + nbytes] = [None] * nbytes
+            steps.append(Step())
+            arena.free(start, nbytes, steps[-1] if choose.random() < 0.5 else None)
+        else:
+            nbytes = choose.randint(1, 30)
+            runs = "".join("." if o is None else "x" for o in owner).split("x")
+            fits = max(map(len, runs)) >= nbytes
+            if not fits:
+                with pytest.raises(NoRoom) as caught:
+                    arena.allocate(nbytes)
+                assert caught.value.nbytes == nbytes
+                continue
+            start = arena.allocate(nbytes)
+            assert owner[start : start + nbytes] == [None] * nbytes
+            owner[start : start + nbytes] = [name] * nbytes
+            held[name] = start, nbytes
+        if steps and choose.random() < 0.3:
+            steps.pop(0).is_over = True
+        assert arena.free_bytes == owner.count(None)
+        assert arena.fits(arena.free_bytes - 1, 1)
+        assert not arena.fits(arena.free_bytes, 1)
+
+
+def test_bytes_that_a_step_reads_are_not_handed_out_before_it_is_over() -> None:
+    arena, step = Arena(100), Step()
+    first = arena.allocate(60)
+    arena.free(first, 60, step)
+    assert arena.allocate(40) == 60  # beside it, without waiting
+    assert not step.is_over
+    assert arena.allocate(50) == 0
+    assert step.is_over  # was waited for
