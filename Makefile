@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test check gpu-test bench clean
+.PHONY: demo test check gpu-test bench gpu-bench clean
 
 demo: $(VENV)/.installed  ## install, run the sample job, show what came out
 	$(BIN)/punica-batch run sample_data/requests.parquet --show 24
@@ -22,6 +22,9 @@ gpu-test: $(VENV)/.dev  ## on a machine with an NVIDIA GPU
 
 bench: $(VENV)/.dev  ## the CPU benchmark (MODEL=folder ADAPTERS=folder); run it on a quiet machine
 	$(BIN)/python benchmarks/cpu_speed.py $(MODEL) $(ADAPTERS)
+
+gpu-bench: $(VENV)/.dev  ## every GPU benchmark in under 8 minutes, on a machine with an NVIDIA GPU
+	$(BIN)/punica-batch bench all --quick
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

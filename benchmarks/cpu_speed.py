@@ -188,9 +188,9 @@ def _where_time_goes(engine: Engine, args: argparse.Namespace, rows: list[dict[s
     model, runner = engine.runner.model, engine.runner
     own = model.kernels
     parts = {
-        "attention": ("write_kv", "plan_attention", "paged_attention"),
+        "attention": ("plan_attention", "paged_attention"),
         "adapters": ("add_lora",),
-        "norms, RoPE, activation": ("rms_norm", "add_rms_norm", "apply_rope", "silu_and_mul"),
+        "norms, RoPE, KV writes, activation": ("rms_norm", "add_rms_norm", "rope_and_write_kv", "silu_and_mul"),
     }
     kernels = replace(own, **{name: timed(part, getattr(own, name)) for part, names in parts.items() for name in names})
     with _patched(Linear, "apply", timed("base products", Linear.apply)):

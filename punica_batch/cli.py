@@ -15,7 +15,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from punica_batch.commands import adapters, doctor, plan, retry, run, status, validate
+from punica_batch.commands import adapters, bench, doctor, plan, retry, run, status, validate
 from punica_batch.errors import Interrupted, PunicaError, Signalled
 from punica_batch.ui.lines import write_line
 
@@ -30,6 +30,7 @@ app = typer.Typer(
 for command in (run.run, plan.plan, validate.validate, status.status, retry.retry, doctor.doctor):
     app.command()(command)
 app.add_typer(adapters.app, name="adapters")
+app.add_typer(bench.app, name="bench")
 
 
 def _print_version(wanted: bool) -> None:

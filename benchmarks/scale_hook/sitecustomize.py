@@ -76,7 +76,9 @@ def watch_engine(module: types.ModuleType) -> None:
 
     torch.set_num_threads(1)  # a second one only waits, with a model as small as this
     torch.set_num_threads = lambda count: None  # type: ignore[assignment]
-    step, build_arrays = module.Engine.step, module.build_arrays
+    from punica_batch.engine import engine
+
+    step, build_arrays = engine.Engine.step, engine.build_arrays
     resident: set[str] = set()
 
     def counted_arrays(batch: Any, block_size: int) -> Any:
@@ -96,13 +98,13 @@ def watch_engine(module: types.ModuleType) -> None:
         counts.write()
         return results
 
-    module.Engine.step, module.build_arrays = counted_step, counted_arrays
+    engine.Engine.step, engine.build_arrays = counted_step, counted_arrays
 
 
 class StubEngine:
     """Answers what it has after one step, without a model."""
 
-    def __init__(self, settings: Any) -> None:
+    def __init__(self, settings: Any, times: Any = None) -> None:
         from punica_batch.types import Completion, FinishReason
 
         self.settings = settings

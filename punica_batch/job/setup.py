@@ -155,8 +155,10 @@ def _worker(
         max_model_len=job.max_model_len,
         max_loras=memory.max_loras,
         max_lora_rank=_max_lora_rank(job, found),
+        max_lora_bytes=memory.adapter_bytes or None,
+        gpu_memory_utilization=job.config.gpu_memory_utilization,
         adapters=specs,
         storage_options=job.config.storage_options,
         seed=job.config.seed,
     )
-    return WorkerSpec(device.name, settings, device.env, device.num_threads)
+    return WorkerSpec(device.name, settings, device.env, device.num_threads, device.cores)

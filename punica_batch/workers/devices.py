@@ -6,30 +6,43 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from punica_batch.config import JobConfig
+from punica_batch.engine.kernel_cache import kernel_environment
 from punica_batch.errors import JobError, UsageError
+from punica_batch.workers.affinity import Cores, allowed_cores, physical_cores, share_cores
 
 _NVIDIA_PCI_VENDOR = "0x10de"
+# What a GPU's worker computes on the CPU (packing adapters) gains nothing from more.
+_MAX_GPU_WORKER_THREADS = 8
+_WORD_BITS, _MASK_WORDS = 64, 16  # of NVML's CPU masks
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
     """One worker's device. ``memory_bytes`` is what a worker may plan with: a GPU's whole memory, or its share of the
-    RAM that is free now. ``name`` is the GPU's UUID or a CPU worker's zero-padded number."""
+    RAM that is free now. ``name`` is the GPU's UUID or a CPU worker's zero-padded number. ``cores``: the logical CPUs
+    that the worker is bound to (empty: to none)."""
 
     name: str
     kind: Literal["cpu", "cuda"]
     memory_bytes: int
     num_threads: int | None = None
     env: dict[str, str] = field(default_factory=dict)
+    cores: Cores = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
+    """``capability``: CUDA's compute capability (None: unknown); ``near``: the logical CPUs of its NUMA node (empty:
+    unknown)."""
+
     uuid: str
     memory_bytes: int
+    free_bytes: int = 0
+    capability: tuple[int, int] | None = None
+    near: Cores = frozenset()
 
 
 def find_devices(config: JobConfig, note: Callable[[str], None]) -> list[Device]:
@@ -50,10 +63,21 @@ def find_devices(config: JobConfig, note: Callable[[str], None]) -> list[Device]
             raise UsageError("no NVIDIA device was found: leave --gpus out, or run with --device cpu")
         note("no NVIDIA device found: running one CPU worker")
         return cpu_devices(1)
-    return [
-        Device(g.uuid, "cuda", g.memory_bytes, env={"CUDA_VISIBLE_DEVICES": g.uuid})
-        for g in choose_gpus(gpus, config.gpus)
-    ]
+    return gpu_devices(choose_gpus(gpus, config.gpus))
+
+
+def gpu_devices(gpus: Sequence[Gpu]) -> list[Device]:
+    """A worker a GPU, which sees that GPU alone and runs on its share of the cores near it."""
+    allowed = allowed_cores()
+    shares = share_cores([gpu.near for gpu in gpus], allowed, physical_cores(allowed))
+    return [_gpu_device(gpu, cores) for gpu, cores in zip(gpus, shares, strict=True)]
+
+
+def _gpu_device(gpu: Gpu, cores: Cores) -> Device:
+    env = {"CUDA_VISIBLE_DEVICES": gpu.uuid, **kernel_environment(gpu.capability)}
+    if cores and not os.environ.get("OMP_NUM_THREADS"):
+        env["OMP_NUM_THREADS"] = str(min(len(cores), _MAX_GPU_WORKER_THREADS))
+    return Device(gpu.uuid, "cuda", gpu.memory_bytes, env=env, cores=cores)
 
 
 def choose_gpus(gpus: Sequence[Gpu], wanted: str | None) -> list[Gpu]:
@@ -105,12 +129,54 @@ def list_gpus() -> list[Gpu]:
             ) from error
         return []
     try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        return [Gpu(_text(pynvml.nvmlDeviceGetUUID(h)), int(pynvml.nvmlDeviceGetMemoryInfo(h).total)) for h in handles]
+        return [_gpu(pynvml.nvmlDeviceGetHandleByIndex(i)) for i in range(pynvml.nvmlDeviceGetCount())]
     except pynvml.NVMLError as error:
         raise JobError(f"the NVIDIA driver does not answer ({error}); mend it, or run with --device cpu") from error
     finally:
         pynvml.nvmlShutdown()
+
+
+def driver_version() -> str:
+    """As "580.95.05 (CUDA 13.0)": the driver's version and the newest CUDA that it serves. Raises ``JobError``."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        cuda = int(pynvml.nvmlSystemGetCudaDriverVersion())
+        driver = _text(pynvml.nvmlSystemGetDriverVersion())
+        pynvml.nvmlShutdown()
+    except pynvml.NVMLError as error:
+        raise JobError(f"the NVIDIA driver does not answer ({error}); mend it, or run with --device cpu") from error
+    return f"{driver} (CUDA {cuda // 1000}.{cuda % 1000 // 10})"
+
+
+def _gpu(handle: Any) -> Gpu:
+    import pynvml
+
+    memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+    major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+    uuid = _text(pynvml.nvmlDeviceGetUUID(handle))
+    return Gpu(uuid, int(memory.total), int(memory.free), (int(major), int(minor)), _cores_near(handle))
+
+
+def _cores_near(handle: Any) -> Cores:
+    """Of the NUMA node that the GPU hangs on: all of the machine's where it has one alone, none where NVML does not
+    know (it does on Linux only, and not in every virtual machine)."""
+    import pynvml
+
+    words = max(_MASK_WORDS, -(-(os.cpu_count() or 1) // _WORD_BITS))
+    try:
+        mask = list(pynvml.nvmlDeviceGetCpuAffinity(handle, words))
+    except pynvml.NVMLError:
+        return frozenset()
+    return cores_of_mask(mask)
+
+
+def cores_of_mask(mask: Sequence[int]) -> Cores:
+    """The set bits of 64-bit words, the lowest first."""
+    return frozenset(
+        word * _WORD_BITS + bit for word, bits in enumerate(mask) for bit in range(_WORD_BITS) if bits >> bit & 1
+    )
 
 
 def _text(value: str | bytes) -> str:

@@ -51,6 +51,8 @@ class Dispatcher:
 
     def handle(self, event: PoolEvent) -> list[tuple[Request, RowResult]]:
         """The rows that ended with this event. Raises ``WorkerError`` when workers die and nothing gets done."""
+        for note in event.notes:
+            self._note(f"worker {event.worker}: {note}")
         ended = list(event.finished)
         for request, _ in ended:
             self._ledger.finished(request.row)

@@ -3,6 +3,7 @@
 Parent → engine worker: ``StartEngine``, then any number of ``Submit`` / ``TakeBack``.
 Engine worker → parent: ``Ready`` once, then ``Finished`` / ``Returned`` / ``Heartbeat``; ``Fatal`` before it gives up.
 Parent → text worker: ``StartText``, then ``Chunk``; text worker → parent: ``Ready``, ``PreparedChunk``.
+Parent → prebuild process: ``StartPrebuild``; it answers with ``KernelBuild``s, then None or the ``PunicaError``.
 
 Every message from a worker carries the ``epoch`` of its incarnation; the parent drops those of an earlier one.
 """
@@ -11,7 +12,8 @@ from __future__ import annotations
 
 import pickle
 import socket
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -29,6 +31,15 @@ class StartEngine:
 class StartText:
     settings: Any  # text.prepare.TextSettings
     epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class StartPrebuild:
+    """Build the kernels that an engine of ``settings`` uses for adapters of ``ranks`` on the modules ``targets``."""
+
+    settings: Any  # engine.settings.EngineSettings
+    ranks: tuple[int, ...]
+    targets: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +65,15 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
+    """A worker's true capacity. ``notes``: sentences for the user. ``startup``: seconds of the start by stage; some run
+    side by side."""
+
     epoch: int
     max_num_seqs: int = 0
     num_blocks: int = 0
     block_size: int = 1
+    notes: tuple[str, ...] = ()
+    startup: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol
 
 from punica_batch.errors import PunicaError, WorkerError
 from punica_batch.types import Request, RowResult, WorkerStats
+from punica_batch.workers.affinity import Cores
 from punica_batch.workers.messages import (
     Fatal,
     Finished,
@@ -38,23 +39,27 @@ State = Literal["starting", "running", "restarting", "released"]
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """What one worker is started with. ``name`` is its UUID in the placement rule (a CPU worker's padded number)."""
+    """What one worker is started with. ``name`` is its UUID in the placement rule (a CPU worker's padded number);
+    ``cores``: the logical CPUs that it is bound to (empty: to none)."""
 
     name: str
     settings: Any  # engine.settings.EngineSettings
     env: dict[str, str] = field(default_factory=dict)
     num_threads: int | None = None
+    cores: Cores = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
 class PoolEvent:
-    """What happened at one worker. ``lost``: rows that were on it when it died, for the reason ``died``."""
+    """What happened at one worker. ``lost``: rows that were on it when it died, for the reason ``died``; ``notes``:
+    sentences for the user."""
 
     worker: str
     finished: tuple[tuple[Request, RowResult], ...] = ()
     returned: tuple[Request, ...] = ()
     lost: tuple[Request, ...] = ()
     died: str | None = None
+    notes: tuple[str, ...] = ()
 
 
 class WorkerPool(Protocol):
@@ -160,7 +165,7 @@ class LocalPool:
         worker.epoch += 1
         worker.stats = None
         worker.take_back_pending = False
-        worker.process = ChildProcess("punica_batch.workers.worker", worker.spec.env)
+        worker.process = ChildProcess("punica_batch.workers.worker", worker.spec.env, worker.spec.cores)
         worker.process.send(StartEngine(worker.spec.settings, worker.epoch, worker.spec.num_threads))
 
     def submit(self, name: str, requests: Sequence[Request]) -> None:
@@ -205,6 +210,7 @@ class LocalPool:
         match message:
             case Ready():
                 worker.capacity, worker.state, worker.failed_starts = message, "running", 0
+                return PoolEvent(worker.name, notes=message.notes)
             case Heartbeat(stats=stats):
                 worker.observe(stats)
             case Finished(results=results):

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Mapping
 from typing import Any
 
+from punica_batch.workers.affinity import Cores, running_on
 from punica_batch.workers.messages import Channel
 
 
@@ -17,20 +18,22 @@ class ChildProcess:
     """A Python module run as a child, with a channel to it and the last line of its stderr.
 
     A fresh interpreter and not a fork: torch's threads do not survive one, and a child may need its own environment.
+    ``cores``: those that it runs on (empty: this process's).
     """
 
-    def __init__(self, module: str, env: Mapping[str, str] | None = None) -> None:
+    def __init__(self, module: str, env: Mapping[str, str] | None = None, cores: Cores = frozenset()) -> None:
         self.channel, child_fd = Channel.pair()
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the child
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", module, str(child_fd)],
-                pass_fds=(child_fd,),
-                env={**os.environ, **(env or {})},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=self._stderr,
-            )
+            with running_on(cores):
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", module, str(child_fd)],
+                    pass_fds=(child_fd,),
+                    env={**os.environ, **(env or {})},
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=self._stderr,
+                )
         finally:
             os.close(child_fd)
 

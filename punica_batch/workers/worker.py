@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
-from typing import TYPE_CHECKING
+import traceback
+import warnings
+from typing import TYPE_CHECKING, NoReturn
 
 from punica_batch.errors import PunicaError
 from punica_batch.types import RowResult
@@ -31,26 +35,51 @@ def main() -> None:
     start = channel.receive()
     assert isinstance(start, StartEngine)
     try:
-        engine = _build(start)
+        engine, ready = _build(start)
     except PunicaError as error:
         channel.send(Fatal(start.epoch, error))
         return
-    settings = engine.settings
-    channel.send(Ready(start.epoch, settings.max_num_seqs, settings.num_blocks, settings.block_size))
+    except BaseException as error:
+        _die(error)
+    channel.send(ready)
     try:
         _Worker(channel, engine, start.epoch).run()
     except PunicaError as error:  # such as StoreAway: no row's fault, so no death that its rows would be tried for
         channel.send(Fatal(start.epoch, error))
+    except BaseException as error:
+        _die(error)
 
 
-def _build(start: StartEngine) -> Engine:
+def _die(error: BaseException) -> NoReturn:
+    """Ends the process at once; its parent then tries the rows again in another. A CUDA context that has failed (or a
+    thread that waits for it) could hang an orderly end, and all that the process holds is the kernel's to free."""
+    traceback.print_exception(error)
+    # the parent shows the last line: CUDA's own message ends with advice for its developers
+    print(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def _build(start: StartEngine) -> tuple[Engine, Ready]:
+    """The engine, and what it has room for: on a GPU that may be less than the settings ask for."""
+    begin = time.perf_counter()
     import torch
 
     from punica_batch.engine.build import build_engine
+    from punica_batch.engine.startup import EngineWarning, StartupTimes
 
+    times = StartupTimes()
+    times.add("imports", time.perf_counter() - begin)
     if start.num_threads is not None:
         torch.set_num_threads(start.num_threads)
-    return build_engine(start.settings)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", EngineWarning)
+        engine = build_engine(start.settings, times)
+    times.add("whole", time.perf_counter() - begin)
+    notes = tuple(str(each.message) for each in caught if issubclass(each.category, EngineWarning))
+    settings = engine.settings
+    return engine, Ready(
+        start.epoch, settings.max_num_seqs, settings.num_blocks, settings.block_size, notes, times.seconds
+    )
 
 
 class _Worker:

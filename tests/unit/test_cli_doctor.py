@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections import namedtuple
+from collections.abc import Iterator
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -13,36 +14,62 @@ from typing import Any
 import pytest
 
 from punica_batch import cli
-from punica_batch.commands import doctor
+from punica_batch.commands import machine
+from punica_batch.engine.kernel_cache import KernelBuild
 from punica_batch.errors import JobError
-from punica_batch.workers.devices import Gpu
+from punica_batch.workers.devices import Device, Gpu
 
-CPU_TORCH = {"version": "2.9.0+cpu", "cuda": None, "available": False, "devices": []}
-CUDA_TORCH = {"version": "2.9.0", "cuda": "12.6", "available": True, "devices": ["NVIDIA H200"]}
-GPUS = [Gpu("GPU-1", 140 << 30), Gpu("GPU-2", 140 << 30)]
+CPU_TORCH = {"version": "2.9.0+cpu", "cuda": None, "available": False, "devices": [], "reason": None}
+CUDA_TORCH = {
+    "version": "2.9.0", "cuda": "12.6", "available": True, "devices": ["NVIDIA H200", "NVIDIA H200"], "reason": None,
+    "triton": {"version": "3.5.0", "error": None}, "flashinfer": {"version": "0.6.14", "error": None},
+}  # fmt: skip
+H200 = Gpu("GPU-1234567890ab", 140 << 30, 139 << 30, (9, 0))
+GPUS = [H200, replace(H200, uuid="GPU-ffff5678")]
+MODEL = str(Path(__file__).parents[2] / "sample_data" / "model")
+ADAPTERS = str(Path(__file__).parents[2] / "sample_data" / "adapters.toml")
 
 
 @pytest.fixture(autouse=True)
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def cpu_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A good machine without a GPU."""
     monkeypatch.chdir(tmp_path)
+    for name in ("CUDA_HOME", "CUDA_PATH", "CUDA_VISIBLE_DEVICES", "PUNICA_BATCH_MODEL", "PUNICA_BATCH_ADAPTERS"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PUNICA_BATCH_CACHE", str(tmp_path / "cache"))
     found(monkeypatch, [], CPU_TORCH)
 
 
-def found(monkeypatch: pytest.MonkeyPatch, gpus: list[Gpu] | Exception, torch: dict[str, Any] | str) -> None:
+def found(
+    monkeypatch: pytest.MonkeyPatch, gpus: list[Gpu] | Exception, torch: dict[str, Any] | str, nvcc: str = "12.6"
+) -> None:
+    """What NVML, torch and nvcc would say."""
+
     def list_gpus() -> list[Gpu]:
         if isinstance(gpus, Exception):
             raise gpus
         return gpus
 
     def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        if command[-1] == "--version":
+            return subprocess.CompletedProcess(command, 0, f"Cuda compilation tools, release {nvcc}, V{nvcc}.20", "")
         if isinstance(torch, str):
             return subprocess.CompletedProcess(command, 1, "", f"Traceback\n{torch}\n")
-        return subprocess.CompletedProcess(command, 0, json.dumps(torch), "")
+        return subprocess.CompletedProcess(command, 0, "a library says hello\n" + json.dumps(torch), "")
 
     monkeypatch.setattr("punica_batch.workers.devices.list_gpus", list_gpus)
+    monkeypatch.setattr("punica_batch.workers.devices.driver_version", lambda: "580.95 (CUDA 13.0)")
     monkeypatch.setattr(subprocess, "run", run)
+
+
+@pytest.fixture
+def tools(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The programs that are on PATH."""
+    names = {"nvcc", "ninja", "cc"}
+    monkeypatch.setattr("shutil.which", lambda name, path=None: f"/bin/{name}" if name in names else None)
+    versions = {"flashinfer-python": "0.6.14"}
+    monkeypatch.setattr("importlib.metadata.version", versions.__getitem__)
+    return names
 
 
 def report(capsys: pytest.CaptureFixture[str], code: int = 0) -> dict[str, dict[str, Any]]:
@@ -59,15 +86,148 @@ def test_a_machine_without_gpu_is_fit(capsys: pytest.CaptureFixture[str]) -> Non
     assert checks["flashinfer"]["mend"] is None, "nothing to mend where no GPU would use it"
 
 
-def test_a_machine_with_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_machine_with_gpus(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tools: set[str]
+) -> None:
     found(monkeypatch, GPUS, CUDA_TORCH)
-    monkeypatch.setattr("shutil.which", lambda name, path=None: None)
     checks = report(capsys)
-    assert checks["driver"]["found"] == "2 GPUs, 140.0 GiB or more each"
+    assert checks["driver"]["found"] == "580.95 (CUDA 13.0), 2 GPUs"
+    assert checks["gpu GPU-12345678"]["found"] == "compute capability 9.0, 139.0 GiB of 140.0 GiB free"
     assert checks["torch"]["found"] == "2.9.0, CUDA 12.6, NVIDIA H200"
-    assert checks["flashinfer"]["level"] in ("ok", "warning")
-    assert checks["nvcc"]["level"] == "warning"
-    assert "CUDA_HOME" in checks["nvcc"]["mend"]
+    assert checks["triton"]["found"] == "3.5.0, compiles"
+    assert checks["flashinfer"]["found"] == "0.6.14"
+    assert checks["nvcc"]["found"] == "12.6 (/bin/nvcc)"
+    assert checks["ninja"]["found"] == "/bin/ninja"
+    assert {check["level"] for name, check in checks.items() if name != "kernels"} == {"ok"}
+    assert checks["kernels"]["level"] == "absent"
+    assert checks["kernels"]["mend"] == "punica-batch doctor --model FOLDER"
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "level", "words"),
+    [
+        ("triton", {"triton": {"version": "3.5.0", "error": "fatal error: Python.h"}}, "missing", "Python.h"),
+        ("triton", {"triton": {"version": None, "error": "ImportError: x"}}, "missing", "does not import"),
+        ("flashinfer", {"flashinfer": {"version": None, "error": "OSError: y"}}, "warning", "OSError: y"),
+        ("nvcc", {"cuda": "13.0"}, "warning", "12.6 (/bin/nvcc), torch is built for CUDA 13.0"),
+        ("torch", {"available": False, "reason": "driver too old"}, "missing", "(driver too old)"),
+    ],
+)
+def test_what_torch_finds_wrong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tools: set[str],
+    name: str, change: dict[str, Any], level: str, words: str,
+) -> None:  # fmt: skip
+    found(monkeypatch, GPUS, CUDA_TORCH | change)
+    check = report(capsys, code=int(level == "missing"))[name]
+    assert check["level"] == level
+    assert words in check["found"]
+    assert check["mend"]
+
+
+@pytest.mark.parametrize(("gone", "check"), [("nvcc", "nvcc"), ("ninja", "ninja")])
+def test_compilers_that_are_not_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tools: set[str], gone: str, check: str
+) -> None:
+    found(monkeypatch, GPUS, CUDA_TORCH)
+    tools.remove(gone)
+    told = report(capsys)[check]
+    assert told["level"] == "warning"
+    assert told["mend"]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "level", "words"),
+    [
+        (Gpu("GPU-1", 16 << 30, 16 << 30, (7, 5)), "missing", "7.5"),
+        (Gpu("GPU-1", 80 << 30, 20 << 30, (8, 0)), "warning", "20.0 GiB of 80.0 GiB free"),
+    ],
+)
+def test_gpus_that_are_too_old_or_in_use(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tools: set[str],
+    gpu: Gpu, level: str, words: str,
+) -> None:  # fmt: skip
+    found(monkeypatch, [gpu], CUDA_TORCH)
+    check = report(capsys, code=int(level == "missing"))["gpu GPU-1"]
+    assert check["level"] == level
+    assert words in check["found"]
+
+
+def test_gpus_that_are_hidden(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tools: set[str]
+) -> None:
+    found(monkeypatch, GPUS, CPU_TORCH)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    check = report(capsys)["driver"]
+    assert check["level"] == "warning"
+    assert check["mend"] == "unset CUDA_VISIBLE_DEVICES"
+
+
+class Builds:
+    """Stands for the process that builds kernels."""
+
+    def __init__(self, *stages: KernelBuild, error: Exception | None = None) -> None:
+        self.stages, self.error = stages, error
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __call__(self, *arguments: Any) -> Iterator[KernelBuild]:
+        self.calls.append(arguments)
+        yield from self.stages
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.fixture
+def two_kinds(monkeypatch: pytest.MonkeyPatch, tools: set[str]) -> None:
+    """Three GPUs of two kinds."""
+    found(monkeypatch, [H200, replace(H200, uuid="GPU-2"), replace(H200, uuid="GPU-3", capability=(8, 0))], CUDA_TORCH)
+    monkeypatch.delenv("FLASHINFER_CUDA_ARCH_LIST", raising=False)
+
+
+@pytest.mark.usefixtures("two_kinds")
+def test_kernels_are_built_for_each_kind_of_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    builds = Builds(KernelBuild("flashinfer norm", 39.04, 1), KernelBuild("engine", 2.0, 3))
+    monkeypatch.setattr("punica_batch.workers.prebuild.build_kernels", builds)
+    line = ["doctor", "--json", "--model", MODEL, "--adapters", ADAPTERS, "--max-num-seqs", "32"]
+    assert cli.execute([*line, "--dtype", "float16"]) == 0
+    printed = capsys.readouterr()
+    assert printed.err.splitlines() == 2 * ["flashinfer norm: 39.0 s, 1 new", "engine: 2.0 s, 3 new"]
+    kernels = [check for check in json.loads(printed.out)["checks"] if check["name"] == "kernels"]
+    assert [check["level"] for check in kernels] == ["ok", "ok"]
+    assert kernels[0]["found"].startswith("4 compiled now, the rest was there (float16, adapters of rank 2, 4, ")
+    settings, devices, ranks, targets = zip(*builds.calls, strict=True)
+    assert [device.name for device in devices] == [H200.uuid, "GPU-3"]
+    assert isinstance(devices[0], Device)
+    assert (settings[0].dtype, settings[0].device, settings[0].max_num_seqs) == ("float16", "cuda", 32)
+    assert settings[0].max_lora_rank == max(ranks[0]) == 32
+    assert {"q_proj", "down_proj"} <= set(targets[0])
+
+
+@pytest.mark.usefixtures("two_kinds")
+def test_a_kernel_that_cannot_be_built_is_a_warning_and_a_dead_engine_is_not_fit(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["doctor", "--json", "--model", MODEL, "--gpus", "1", "--dtype", "float16"]
+    bad, there = KernelBuild("flashinfer norm", 1.0, 0, "no such type"), KernelBuild("engine", 1.0, 0)
+    for error, code in ((None, 0), (JobError("building the kernels failed (killed by SIGSEGV)"), 1)):
+        monkeypatch.setattr("punica_batch.workers.prebuild.build_kernels", Builds(bad, there, error=error))
+        assert cli.execute(line) == code
+        checks = json.loads(capsys.readouterr().out)["checks"]
+        told = [(check["level"], check["found"]) for check in checks if check["name"] == "kernels"]
+        assert told[0] == ("warning", "flashinfer norm: no such type")
+        last = ("missing", str(error)) if error else ("ok", "all were there (float16, no adapters)")
+        assert told[1:] == [last]
+
+
+def test_nothing_is_built_where_something_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tools: set[str]
+) -> None:
+    found(monkeypatch, GPUS, CPU_TORCH)
+    builds = Builds()
+    monkeypatch.setattr("punica_batch.workers.prebuild.build_kernels", builds)
+    assert cli.execute(["doctor", "--json", "--model", MODEL]) == 1
+    assert not builds.calls
 
 
 def test_a_driver_that_does_not_answer_is_not_fit(
@@ -92,7 +252,9 @@ def test_a_cpu_torch_beside_gpus_is_not_fit(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found(monkeypatch, GPUS, CPU_TORCH)
-    assert report(capsys, code=1)["torch"]["found"] == "2.9.0+cpu, CPU build: it cannot use the GPU"
+    checks = report(capsys, code=1)
+    assert checks["torch"]["found"] == "2.9.0+cpu, CPU build: it cannot use the GPU"
+    assert checks["triton"]["level"] == "absent"
 
 
 def test_little_disk_and_memory_are_warnings(
@@ -122,7 +284,8 @@ def test_for_people(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_probe_speaks_the_truth_about_torch() -> None:
-    probe = subprocess.Popen([sys.executable, "-c", doctor._TORCH_PROBE], stdout=subprocess.PIPE, text=True)
-    facts = json.loads(probe.communicate(timeout=120)[0])
+    with subprocess.Popen(machine._PROBE, stdout=subprocess.PIPE, text=True) as probe:
+        facts = json.loads(probe.communicate(timeout=120)[0].splitlines()[-1])
     assert facts["version"].startswith(version("torch"))
-    assert set(facts) == set(CUDA_TORCH)
+    assert set(CPU_TORCH) <= set(facts) <= set(CUDA_TORCH)
+    assert facts["available"] == ("triton" in facts)

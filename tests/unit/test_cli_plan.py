@@ -308,7 +308,7 @@ def test_memory_is_planned_from_true_sizes(job: Path) -> None:
     assert plan.weight_bytes == model.weight_bytes("float32")
     assert plan.max_loras == 2
     assert plan.max_num_seqs == 95
-    assert workspace_bytes(model, 2048, 256, "float32") < 1 << 30
+    assert workspace_bytes(model, 2048, 256, "float32", "cpu") < 1 << 30
 
 
 def test_adapters_ls_and_check(job: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pynvml
@@ -10,7 +12,15 @@ import pytest
 from punica_batch.config import JobConfig
 from punica_batch.errors import JobError, UsageError
 from punica_batch.workers import devices
-from punica_batch.workers.devices import Gpu, choose_gpus, cpu_devices, find_devices, visible_gpus
+from punica_batch.workers.devices import (
+    Gpu,
+    choose_gpus,
+    cores_of_mask,
+    cpu_devices,
+    find_devices,
+    gpu_devices,
+    visible_gpus,
+)
 
 FOUR = [Gpu(f"GPU-{i}", 1 << 30) for i in range(4)]
 
@@ -77,3 +87,54 @@ def test_a_device_whose_driver_is_silent_is_never_a_cpu_run(monkeypatch: pytest.
     monkeypatch.setattr(devices, "_has_nvidia_device", lambda: True)
     with pytest.raises(JobError, match="driver does not answer"):
         find_devices(JobConfig(), lambda line: None)
+
+
+def test_the_bits_of_nvml_masks() -> None:
+    assert cores_of_mask([0b1011, 0, 1 << 63]) == {0, 1, 3, 191}
+
+
+def test_each_gpu_has_its_environment_and_its_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("OMP_NUM_THREADS", "FLASHINFER_CUDA_ARCH_LIST", "FLASHINFER_WORKSPACE_BASE", "TRITON_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PUNICA_BATCH_CACHE", str(tmp_path))
+    monkeypatch.setattr(devices, "allowed_cores", lambda: frozenset(range(64)))
+    monkeypatch.setattr(devices, "physical_cores", lambda cpus: {})
+    near = [frozenset(range(32)), frozenset(range(32, 40))]
+    gpus = [Gpu(f"GPU-{i}", 80 << 30, 80 << 30, (9 - i, 0), near[i]) for i in range(2)]
+    hopper, ampere = gpu_devices(gpus)
+    assert (hopper.cores, ampere.cores) == tuple(near)
+    assert hopper.env == {
+        "CUDA_VISIBLE_DEVICES": "GPU-0", "FLASHINFER_CUDA_ARCH_LIST": "9.0a", "OMP_NUM_THREADS": "8",
+        "FLASHINFER_WORKSPACE_BASE": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path / "triton"),
+    }  # fmt: skip
+    assert ampere.env["FLASHINFER_CUDA_ARCH_LIST"] == "8.0"
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert "OMP_NUM_THREADS" not in gpu_devices(gpus)[0].env
+
+
+def nvml(monkeypatch: pytest.MonkeyPatch, affinity: Any) -> None:
+    """Two GPUs, as NVML tells of them."""
+    answers: dict[str, Any] = {
+        "nvmlInit": lambda: None, "nvmlShutdown": lambda: None, "nvmlDeviceGetCount": lambda: 2,
+        "nvmlDeviceGetHandleByIndex": lambda i: i, "nvmlDeviceGetUUID": lambda i: f"GPU-{i}".encode(),
+        "nvmlDeviceGetMemoryInfo": lambda i: SimpleNamespace(total=100 + i, free=50 + i),
+        "nvmlDeviceGetCudaComputeCapability": lambda i: (9, 0), "nvmlDeviceGetCpuAffinity": affinity,
+    }  # fmt: skip
+    for name, answer in answers.items():
+        monkeypatch.setattr(pynvml, name, answer)
+
+
+def test_what_nvml_says_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml(monkeypatch, lambda i, words: [0xF << 4 * i] + [0] * (words - 1))
+    assert devices.list_gpus() == [
+        Gpu("GPU-0", 100, 50, (9, 0), frozenset(range(4))),
+        Gpu("GPU-1", 101, 51, (9, 0), frozenset(range(4, 8))),
+    ]
+
+
+def test_a_machine_that_does_not_tell_of_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(handle: int, words: int) -> list[int]:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    nvml(monkeypatch, unknown)
+    assert [gpu.near for gpu in devices.list_gpus()] == [frozenset(), frozenset()]

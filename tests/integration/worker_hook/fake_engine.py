@@ -62,5 +62,5 @@ class FakeEngine:
         )  # fmt: skip
 
 
-def build_engine(settings: EngineSettings) -> FakeEngine:
+def build_engine(settings: EngineSettings, times: object = None) -> FakeEngine:
     return FakeEngine(settings)

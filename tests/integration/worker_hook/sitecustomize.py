@@ -5,6 +5,7 @@ JOB_TEST_LOG     file to which each finished row is appended: "row time pid" a l
 JOB_TEST_LOADS   file to which the name of each adapter that is loaded is appended (real engine)
 JOB_TEST_STEP    seconds that a step takes at least
 JOB_TEST_POISON  rows, "3,17": a step with one of them kills the worker
+JOB_TEST_CUDA    rows: a step with one of them raises what torch does when the GPU has failed
 JOB_TEST_AWAY    rows: a step with one of them raises StoreAway
 JOB_TEST_START   "exit": the worker dies before it is ready; "error": its engine cannot be built
 """
@@ -37,6 +38,7 @@ class WatchedEngine:
         self._engine = engine
         self._held: set[int] = set()
         self._poison, self._away = _rows("JOB_TEST_POISON"), _rows("JOB_TEST_AWAY")
+        self._cuda = _rows("JOB_TEST_CUDA")
         self._step_seconds = float(os.environ.get("JOB_TEST_STEP", "0"))
         self._log = os.open(os.environ.get("JOB_TEST_LOG", os.devnull), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
@@ -55,6 +57,10 @@ class WatchedEngine:
     def step(self) -> Any:
         if self._held & self._poison:
             os.kill(os.getpid(), signal.SIGKILL)
+        if self._held & self._cuda:
+            raise RuntimeError(
+                "CUDA error: an illegal memory access was encountered\nCompile with TORCH_USE_CUDA_DSA, or such"
+            )
         if self._held & self._away:
             from punica_batch.errors import StoreAway
 
@@ -70,7 +76,7 @@ class WatchedEngine:
 def _watch(module: types.ModuleType) -> None:
     build = module.build_engine
 
-    def build_engine(settings: Any) -> WatchedEngine:
+    def build_engine(settings: Any, times: Any = None) -> WatchedEngine:
         how = os.environ.get("JOB_TEST_START")
         if how == "exit":
             print("Illegal instruction in the test's engine", file=sys.stderr)
@@ -80,11 +86,13 @@ def _watch(module: types.ModuleType) -> None:
             from punica_batch.errors import ModelError
 
             raise ModelError("the test's engine finds a tensor missing")
-        return WatchedEngine(build(settings))
+        return WatchedEngine(build(settings, times))
 
     module.build_engine = build_engine  # type: ignore[attr-defined]
     if "JOB_TEST_LOADS" in os.environ:
-        module.adapter_loader = _logged(module.adapter_loader)  # type: ignore[attr-defined]
+        from punica_batch.engine import lora_setup
+
+        lora_setup.adapter_loader = _logged(lora_setup.adapter_loader)
 
 
 def _logged(adapter_loader: Any) -> Any:

@@ -1,0 +1,187 @@
+"""Text generation with many adapters (Punica paper, figure 11): this engine against transformers with PEFT, and vLLM.
+
+The same prompts, the same number of new tokens, greedy, EOS ignored, one model shape with random weights, in one run.
+Of transformers with PEFT two ways: one mixed batch (``adapter_names``), and a loop over the adapters. vLLM takes part
+where it can be imported.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from punica_batch.bench.device import Ceilings, ceilings, free_memory, open_device, synchronize
+from punica_batch.bench.hf_peft import HfPeft
+from punica_batch.bench.limits import limit_of, simulate
+from punica_batch.bench.options import BenchOptions, Budget
+from punica_batch.bench.popularity import popularity
+from punica_batch.bench.record import Recorder
+from punica_batch.bench.selection import Adapters
+from punica_batch.bench.serving import Rows, serve
+from punica_batch.bench.shapes import SHAPES
+from punica_batch.bench.vllm_peer import VllmPeer, has_vllm
+from punica_batch.bench.workbench import Workbench, workbench
+from punica_batch.errors import JobError
+from punica_batch.types import AdapterSpec
+
+SYSTEMS = ("punica-batch", "PEFT mixed", "PEFT loop", "vLLM")
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    rows: int
+    batch: int
+    prompt: int
+    new: int
+    adapters: tuple[Adapters, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Task:
+    """The rows of one popularity; ``which``: the adapter number of each, None without adapters."""
+
+    sizes: _Sizes
+    adapters: Adapters
+    prompts: list[NDArray[np.int32]]
+
+    @property
+    def which(self) -> list[int] | None:
+        return None if self.adapters == "none" else popularity(self.adapters, self.sizes.rows).tolist()
+
+
+def run(options: BenchOptions) -> None:
+    """Raises ``UsageError`` where transformers or peft is not installed."""
+    sizes = options.pick(
+        full=_Sizes(32, 32, 64, 32, ("none", "identical", "skewed", "uniform", "distinct")),
+        quick=_Sizes(16, 16, 64, 16, ("none", "identical", "distinct")),
+        tiny=_Sizes(4, 4, 5, 3, ("none", "uniform", "distinct")),
+    )
+    recorder, budget = Recorder("textgen", options), options.budget()
+    device = open_device(options.device)
+    tasks = _tasks(sizes, options)
+    with workbench(options.model_shape, dtype=options.dtype, device=device, ranks=(options.rank,)) as bench:
+        roof = ceilings(device, bench.model.dtype)
+        _ours(recorder, bench, roof, tasks)
+        free_memory(device)
+        if has_vllm():
+            _vllm(recorder, bench, tasks)
+            free_memory(device)
+        else:
+            print("textgen: vLLM is not installed here and takes no part", file=sys.stderr, flush=True)
+        dtype = bench.model.dtype
+    free_memory(device)
+    _peft(recorder, HfPeft(options.model_shape, dtype, device, options.rank, sizes.rows), tasks, budget)
+    draw(recorder)
+
+
+def _tasks(sizes: _Sizes, options: BenchOptions) -> list[_Task]:
+    rng, vocab = np.random.default_rng(1), SHAPES[options.model_shape]["vocab_size"]
+    prompts = [rng.integers(3, vocab, sizes.prompt).astype(np.int32) for _ in range(sizes.rows)]
+    return [_Task(sizes, adapters, prompts) for adapters in sizes.adapters]
+
+
+def _ours(recorder: Recorder, bench: Workbench, roof: Ceilings, tasks: Sequence[_Task]) -> None:
+    sizes = tasks[0].sizes
+    specs = dict[str, AdapterSpec]()
+    for task in tasks:
+        for use in ("warm", "run"):
+            specs |= bench.specs(f"{use}-{task.adapters}", sizes.rows)
+    engine = bench.engine(cap=sizes.batch, longest=sizes.prompt + sizes.new, adapters=specs, distinct=sizes.rows)
+    try:
+        for task in tasks:
+            for use in ("warm", "run"):
+                which = task.which
+                names: list[str | None] = [None] * sizes.rows
+                if which is not None:
+                    names = [f"{use}-{task.adapters}-{i}" for i in which]
+                served = serve(engine, Rows(task.prompts, [sizes.new] * sizes.rows, names))
+            _write(recorder, "punica-batch", task, served.seconds, _limit(bench, roof, task))
+    finally:
+        engine.close()
+
+
+def _limit(bench: Workbench, roof: Ceilings, task: _Task) -> float:
+    sizes, which = task.sizes, task.which
+    adapters = None if which is None else np.array(which)
+    steps = simulate([sizes.prompt] * sizes.rows, [sizes.new] * sizes.rows, sizes.batch, 2048, adapters)
+    bytes_of = [bench.adapter_bytes(i) for i in range(sizes.rows)]
+    return limit_of(steps, bench.config, bench.dtype, roof, bytes_of).seconds
+
+
+def _peft(recorder: Recorder, peft: HfPeft, tasks: Sequence[_Task], budget: Budget) -> None:
+    device = open_device(recorder.options.device)
+    peft.mixed(tasks[0].prompts, None, 2, tasks[0].sizes.batch)  # warm-up
+    skipped = 0
+    for task in tasks:
+        sizes, which = task.sizes, task.which
+        runs = [("PEFT mixed", partial(peft.mixed, task.prompts, which, sizes.new, sizes.batch))]
+        if which is not None:
+            runs.append(("PEFT loop", partial(peft.loop, task.prompts, which, sizes.new, sizes.batch)))
+        for system, generate in runs:
+            if budget.is_spent:
+                skipped += 1
+                continue
+            synchronize(device)
+            began = time.perf_counter()
+            answers = generate()
+            seconds = time.perf_counter() - began
+            if any(len(answer) != sizes.new for answer in answers):
+                raise JobError(f"{system} did not give each row its {sizes.new} tokens")
+            _write(recorder, system, task, seconds)
+    recorder.skipped(skipped)
+
+
+def _vllm(recorder: Recorder, bench: Workbench, tasks: Sequence[_Task]) -> None:
+    sizes = tasks[0].sizes
+    with VllmPeer(bench, batch=sizes.batch, longest=sizes.prompt + sizes.new) as peer:
+        peer.generate(tasks[0].prompts, None, 2)  # warm-up
+        for task in tasks:
+            began = time.perf_counter()
+            peer.generate(task.prompts, task.which, sizes.new)
+            _write(recorder, "vLLM", task, time.perf_counter() - began)
+
+
+def _write(recorder: Recorder, system: str, task: _Task, seconds: float, limit: float | None = None) -> None:
+    sizes = task.sizes
+    tokens = sizes.rows * sizes.new
+    line = recorder.write(
+        "throughput", "new tok/s", tokens / seconds, limit=None if limit is None else tokens / limit, headline=True,
+        system=system, adapters=task.adapters, rows=sizes.rows, batch=sizes.batch, prompt=sizes.prompt, new=sizes.new,
+    )  # fmt: skip
+    ours = recorder.select("throughput", system="punica-batch", adapters=task.adapters)
+    if ours and system != "punica-batch":
+        recorder.write("speedup", "times", ours[0]["median"] / line["median"], against=system, adapters=task.adapters)
+
+
+def draw(recorder: Recorder) -> None:
+    """Bars by popularity and system, on a logarithmic axis; the device's limit above."""
+    from punica_batch.bench.figure import figure, finish
+
+    lines = recorder.select("throughput")
+    kinds = list(dict.fromkeys(line["parameters"]["adapters"] for line in lines))
+    systems = [s for s in SYSTEMS if recorder.select("throughput", system=s)]
+    with figure(recorder, "Text generation with LoRA adapters") as (axes,):
+        width = 0.8 / max(1, len(systems))
+        for i, system in enumerate(systems):
+            points = [
+                (kinds.index(x["parameters"]["adapters"]), x["median"])
+                for x in recorder.select("throughput", system=system)
+            ]
+            axes.bar([at + i * width for at, _ in points], [value for _, value in points], width, label=system)
+        limits = [(kinds.index(x["parameters"]["adapters"]), x["limit"]) for x in lines if x["limit"] is not None]
+        axes.scatter(
+            [at for at, _ in limits],
+            [value for _, value in limits],
+            marker="_",
+            color="black",
+            label="limit of the device",
+        )
+        axes.set_xticks(range(len(kinds)), kinds)
+        axes.set_yscale("log")
+        finish(axes, "", "adapters", "new tokens a second")

@@ -1,0 +1,247 @@
+"""The engine's benchmarks: limits worked out by hand, timelines from made-up kernels, and a run of each command."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("matplotlib")
+from punica_batch.bench import engine as engine_bench
+from punica_batch.bench import overhead
+from punica_batch.bench.device import Ceilings
+from punica_batch.bench.limits import ProductTable, Work, limit_of, simulate
+from punica_batch.bench.options import BenchOptions
+from punica_batch.bench.popularity import load, popularity
+from punica_batch.bench.selection import MIXED_RANKS, Selection, parse_ranks
+from punica_batch.bench.serving import SETTLE_STEPS, Rows, drop, serve, start
+from punica_batch.bench.shapes import SHAPES
+from punica_batch.bench.timeline import DeviceEvent, Timeline, busy_seconds, kind_of, mixed_timeline
+from punica_batch.bench.workbench import FOLDERS, Workbench, workbench
+from punica_batch.errors import JobError, UsageError
+from punica_batch.models.config import ModelConfig
+from punica_batch.types import JsonDict
+
+CPU = torch.device("cpu")
+SEVEN_B = ModelConfig.from_dict(SHAPES["7b"])
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[Workbench]:
+    with workbench("tiny", dtype="float32", device=CPU, ranks=(2, 4)) as made:
+        yield made
+
+
+def options(results: Path) -> BenchOptions:
+    return BenchOptions(model_shape="tiny", dtype="float32", rank=4, device="cpu", results=results)
+
+
+def lines(results: Path, name: str) -> list[JsonDict]:
+    return [json.loads(line) for line in (results / f"{name}.jsonl").read_text().splitlines()]
+
+
+def test_a_load_is_played_through_step_by_step() -> None:
+    """Two rows at a time, six tokens a step: a prompt of 7 is cut, the third row waits for a place."""
+    steps = simulate([4, 7, 2], [3, 1, 2], cap=2, batched_tokens=6, adapters=np.array([5, 6, 5]))
+    assert steps == [
+        Work(tokens=6, sampled=1, kv_tokens=4 + 2, pairs=(1 + 2 + 3 + 4) + (1 + 2), adapters=(5, 6)),
+        Work(tokens=1 + 5, sampled=2, kv_tokens=5 + 7, pairs=3 + 4 + 5 + 6 + 7, adapters=(5, 6)),
+        Work(tokens=1 + 2, sampled=2, kv_tokens=6 + 2, pairs=1 + 2, adapters=(5,)),
+        Work(tokens=1, sampled=1, kv_tokens=3, pairs=0, adapters=(5,)),
+    ]
+
+
+@given(
+    rows=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 9)), min_size=1, max_size=12),
+    cap=st.integers(1, 5),
+    spare=st.integers(0, 20),
+)
+def test_every_token_is_computed_once(rows: list[tuple[int, int]], cap: int, spare: int) -> None:
+    prompts, new = ([row[i] for row in rows] for i in (0, 1))
+    steps = simulate(prompts, new, cap, cap + spare)
+    assert sum(step.tokens for step in steps) == sum(prompts) + sum(new) - len(rows)
+    assert sum(step.sampled for step in steps) == sum(new)
+    assert max(step.tokens for step in steps) <= cap + spare
+    assert sum(step.pairs for step in steps) == sum(n * (n + 1) // 2 for n in prompts)
+
+
+@pytest.mark.parametrize(("cap", "rows", "tokens_a_second"), [(32, 256, 6170), (256, 1024, 16050)])
+def test_the_limit_of_a_known_device(cap: int, rows: int, tokens_a_second: int) -> None:
+    """What was worked out elsewhere for the decode load, from an H200's measured products and attention's rate."""
+    table = ProductTable([1, 32, 64, 128, 256, 512], [0.00371, 0.00385, 0.00384, 0.00421, 0.00614, 0.01166], [0.0] * 6)
+    prompts, new = load("decode", rows)
+    steps = simulate([len(prompt) for prompt in prompts], new, cap, 2048)
+    limit = limit_of(steps, SEVEN_B, "float16", Ceilings(copy=3.74e12, product=729e12), [], table)
+    assert sum(new) / limit.seconds == pytest.approx(
+        tokens_a_second, rel=0.012
+    )  # between 512 rows and the 8,192 of the rate
+
+
+def test_a_roofline_by_hand() -> None:
+    """One decode step of two rows with two adapters: bytes are what it costs; a large prefill costs operations."""
+    ceilings = Ceilings(copy=1e12, product=1e14)
+    layer = 4 * 4096**2 + 3 * 4096 * 11008
+    weights = 2 * (32 * layer + 32000 * 4096)
+    decode = limit_of([Work(2, 2, 1000, 0, (0, 3))], SEVEN_B, "float16", ceilings, [7, 0, 0, 80_000_000])
+    assert decode.products == pytest.approx(weights / 1e12)
+    assert decode.attention == pytest.approx(1000 * 2 * 32 * 4096 * 2 / 1e12)
+    assert decode.adapters == pytest.approx(80_000_007 / 1e12)
+    assert decode.seconds == pytest.approx(decode.products + decode.attention + decode.adapters)
+    prefill = limit_of([Work(4096, 0, 4096, 4096 * 4097 // 2, ())], SEVEN_B, "float16", ceilings, [])
+    assert prefill.products == pytest.approx(2 * 32 * layer * 4096 / 1e14)
+    assert prefill.attention == pytest.approx(4 * 32 * 4096 * (4096 * 4097 // 2) / 1e14)
+
+
+def test_products_between_and_beyond_what_was_measured() -> None:
+    table = ProductTable([1, 3], [10.0, 20.0], [1.0, 2.0])
+    assert table.seconds(2, 0) == pytest.approx(15.0)
+    assert table.seconds(6, 1) == pytest.approx(40.0 + 1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("_shrink_kernel", "add-on"),
+        ("void flashinfer::BatchDecodeWithPagedKVCacheKernel<flashinfer::PosEncodingMode>", "attention"),
+        ("void flashinfer::PrefillWithKVCacheKernel<cutlass::Kernel>", "attention"),
+        ("nvjet_hsh_192x8_64x8_2x1_v_bz_TNN", "products"),
+        ("void cublasLt::splitKreduce_kernel<32, 16, int>", "products"),
+        ("void flashinfer::sampling::TopKTopPSamplingFromProbKernel", "sampling"),
+        ("void flashinfer::norm::FusedAddRMSNormKernel<8u, __half>", "norms, rotation, activation"),
+        ("void flashinfer::activation::act_and_mul_kernel<__half>", "norms, rotation, activation"),
+        ("Memcpy HtoD (Pinned -> Device)", "copies"),
+        ("void at::native::vectorized_elementwise_kernel<4>", "other"),
+    ],
+)
+def test_kernels_are_told_apart(name: str, kind: str) -> None:
+    assert kind_of(name) == kind
+
+
+def test_time_in_which_anything_runs() -> None:
+    """Kernels side by side count once, one inside another not at all, gaps not."""
+    spans = [(5.0, 6.0), (0.0, 2.0), (1.0, 3.0), (1.5, 1.6)]
+    assert busy_seconds(DeviceEvent("k", a, b) for a, b in spans) == pytest.approx(4.0)
+    assert Timeline({}, busy=4.0, wall=5.0, kernels=4).host_share == pytest.approx(0.2)
+
+
+def test_a_load_through_the_engine(bench: Workbench) -> None:
+    """Every row gets its tokens, the warm-up's adapters are not the load's, counts are this load's alone."""
+    specs = bench.specs("a", 3) | bench.specs("b", 3)
+    engine = bench.engine(cap=2, longest=40, adapters=specs, distinct=3)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(3, 512, n).astype(np.int32) for n in (5, 9, 3)]
+    for name in ("a", "b"):
+        steps = engine.stats().steps
+        served = serve(engine, Rows(prompts, [4, 2, 6], [f"{name}-{i}" for i in range(3)]))
+        assert (served.rows, served.new_tokens, served.adapters_loaded, served.preemptions) == (3, 12, 3, 0)
+        assert len(served.step_seconds) == len(served.mixed) == engine.stats().steps - steps
+        assert 1 <= served.mixed.sum() < len(served.mixed)
+        assert served.step_seconds.sum() <= served.seconds
+    engine.check_integrity()
+    with pytest.raises(JobError, match="row 0"):
+        serve(engine, Rows(prompts[:1], [4], ["nobody"]))
+    engine.close()
+
+
+def test_steady_steps_and_their_end(bench: Workbench) -> None:
+    engine = bench.engine(cap=3, longest=120, adapters=bench.specs("a", 3), distinct=3)
+    rows = Rows([np.arange(3, 8 + n, dtype=np.int32) for n in range(3)], [60] * 3, ["a-0", "a-1", "a-2"])
+    start(engine, rows)
+    assert engine.stats().running == 3
+    before = engine.stats()
+    for _ in range(5):
+        engine.step()
+    after = engine.stats()
+    assert after.prompt_tokens == before.prompt_tokens
+    assert after.generated_tokens - before.generated_tokens == 15
+    drop(engine, 3)
+    assert not engine.has_work
+    before = engine.stats()
+    assert mixed_timeline(engine, rows, 4).wall > 0
+    prompts = engine.stats().prompt_tokens - before.prompt_tokens
+    assert prompts == len(rows.prompts[0]) + len(rows.prompts[1]) + (SETTLE_STEPS + 4) * len(rows.prompts[2])
+    assert not engine.has_work
+    engine.close()
+
+
+def test_adapters_on_disk_have_the_ranks_in_turn(bench: Workbench) -> None:
+    assert [bench.adapter_bytes(i) for i in range(4)] == [bench.bytes_of_rank(rank) for rank in (2, 4, 2, 4)]
+    of_four = {spec.path for spec in bench.specs("x", 20, rank=4).values()}
+    assert of_four == {str(folder) for folder in bench.folders[1::2]}
+    assert len({spec.path for spec in bench.specs("x", 20).values()}) == FOLDERS
+    file = bench.folders[1] / "adapter_model.safetensors"
+    assert 0 <= file.stat().st_size - bench.adapter_bytes(1) < 20_000  # the header
+
+
+def test_the_engine_command(tmp_path: Path) -> None:
+    selection = Selection(
+        loads=("decode", "label"), caps=(3,), adapters=("none", "distinct"), ranks=((2, 5),), share=0.01, longest=24
+    )
+    engine_bench.run(options(tmp_path), selection)
+    written = lines(tmp_path, "engine")
+    throughput = [line for line in written if line["what"] == "throughput"]
+    assert [(x["parameters"]["load"], x["parameters"]["adapters"], x["unit"]) for x in throughput] == [
+        ("decode", "none", "new tok/s"), ("decode", "distinct", "new tok/s"),
+        ("label", "none", "rows/s"), ("label", "distinct", "rows/s"),
+    ]  # fmt: skip
+    for line in throughput:
+        about = line["parameters"]
+        assert about["rows"] == {"decode": 3, "label": 10}[about["load"]]
+        assert about["ranks"] == "2+5"
+        assert line["median"] > 0
+        share = next(
+            x["median"] for x in written
+            if x["what"] == "share of the limit" and x["parameters"].items() >= {
+                "load": about["load"], "adapters": about["adapters"], "of": "bytes and operations"
+            }.items()
+        )  # fmt: skip
+        assert share == pytest.approx(100 * line["median"] / line["limit"], rel=1e-3)
+    loaded = [x["parameters"]["adapters_loaded"] for x in written if x["what"] == "adapters loaded"]
+    assert loaded == [0, 3, 0, 10]
+    assert {x["parameters"]["timeline"] for x in written if x["what"] == "timeline"} == {"decode", "mixed"}
+    assert (tmp_path / "engine-tiny-float32-cpu.png").stat().st_size > 5000
+
+
+def test_the_overhead_command(tmp_path: Path) -> None:
+    overhead.run(options(tmp_path))
+    written = lines(tmp_path, "overhead")
+    points = {tuple(x["parameters"][k] for k in ("batch", "adapters", "rank_of_adapters")) for x in written}
+    assert points == {(b, a, r) for b in (1, 3) for a in ("none", "identical", "distinct") for r in (2, 5)}
+    for line in (x for x in written if x["what"] == "token latency"):
+        about = line["parameters"]
+        assert 0 < line["limit"] < about["p50"] <= about["p95"] <= about["p99"]
+    assert (tmp_path / "overhead-tiny-float32-cpu.png").is_file()
+
+
+def test_what_is_chosen_on_the_command_line() -> None:
+    given = {"loads": None, "caps": None, "adapters": None, "ranks": ((16,),), "batched_tokens": 2048}
+    assert Selection().choose(**given) == Selection()
+    chosen = Selection().choose(**given | {"loads": "chat", "caps": "8,64", "adapters": "none,distinct"})
+    assert (chosen.loads, chosen.caps, chosen.adapters) == (("chat",), (8, 64), ("none", "distinct"))
+    assert list(chosen.points()) == [("chat", "none"), ("chat", "distinct")]
+    assert parse_ranks("8,mix") == ((8,), MIXED_RANKS)
+    assert [Selection().rows(kind, cap) for kind, cap in (("decode", 32), ("chat", 64), ("label", 512))] == [
+        256,
+        512,
+        1000,
+    ]
+    for wrong in ({"loads": "decoding"}, {"caps": "many"}, {"caps": "0"}, {"adapters": "zipf"}):
+        with pytest.raises(UsageError):
+            Selection().choose(**given | wrong)
+    with pytest.raises(UsageError, match="--ranks"):
+        parse_ranks("8;16")
+
+
+def test_the_limit_counts_an_adapter_once_a_step() -> None:
+    """All rows with one adapter read it once; with one each, as often as there are rows."""
+    prompts, new = [3] * 8, [2] * 8
+    identical = simulate(prompts, new, 8, 64, popularity("identical", 8))
+    distinct = simulate(prompts, new, 8, 64, popularity("distinct", 8))
+    assert [step.adapters for step in identical] == [(0,), (0,)]
+    assert [len(step.adapters) for step in distinct] == [8, 8]

@@ -1,0 +1,127 @@
+"""What a benchmark leaves behind: spreads, JSON lines, the code's commit, the Markdown made of them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from punica_batch.bench import record
+from punica_batch.bench.options import BenchOptions, Budget
+from punica_batch.bench.record import CPU_NOTE, Recorder, Spread
+from punica_batch.bench.table import latest_runs, markdown, read_lines
+from punica_batch.errors import JobError, UsageError
+
+KEYS = {
+    "schema_version", "bench", "what", "unit", "median", "p10", "p90", "n", "limit", "headline", "parameters",
+    "model_shape", "dtype", "rank", "quick", "run", "device", "gpu", "driver", "note", "versions", "commit", "command",
+    "time",
+}  # fmt: skip
+
+
+def options(results: Path, **changes: Any) -> BenchOptions:
+    return BenchOptions(model_shape="tiny", dtype="float32", device="cpu", results=results, **changes)
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 10, 101])
+def test_spread_is_numpys(n: int) -> None:
+    samples = np.random.default_rng(n).random(n).tolist()
+    spread = Spread.of(samples)
+    expected = np.percentile(samples, [50, 10, 90])
+    np.testing.assert_allclose([spread.median, spread.p10, spread.p90], expected, rtol=1e-12)
+    assert spread.n == n
+
+
+def test_spread_of_rates_keeps_the_order() -> None:
+    spread = Spread(2.0, 1.0, 4.0, 7)
+    assert spread.scaled(10) == Spread(20.0, 10.0, 40.0, 7)
+    assert spread.rate(8) == Spread(4.0, 2.0, 8.0, 7)
+    with pytest.raises(ValueError, match="no samples"):
+        Spread.of([])
+
+
+def test_lines_are_appended_with_all_that_is_needed_to_repeat_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["/bin/punica-batch", "bench", "demo", "--quick"])
+    recorder = Recorder("demo", options(tmp_path / "new"))
+    recorder.write("latency", "us", Spread(1.23456789, 1.0, 2.0, 25), limit=0.5, headline=True, rows=4, popularity="x")
+    recorder.write("rate", "tok/s", 7.0)
+    Recorder("demo", options(tmp_path / "new")).write("rate", "tok/s", 8.0)
+    lines = [json.loads(text) for text in (tmp_path / "new" / "demo.jsonl").read_text().splitlines()]
+    assert [set(line) for line in lines] == [KEYS] * 3
+    first = lines[0]
+    assert (first["median"], first["p10"], first["p90"], first["n"]) == (1.23457, 1.0, 2.0, 25)
+    assert (first["limit"], first["headline"]) == (0.5, True)
+    assert first["parameters"] == {"rows": 4, "popularity": "x"}
+    assert (first["gpu"], first["driver"], first["note"]) == (None, None, CPU_NOTE)
+    assert first["versions"]["torch"]
+    assert first["command"] == "punica-batch bench demo --quick"
+    assert [line["run"] == first["run"] for line in lines] == [True, True, False]
+    assert recorder.select("latency", rows=4) == [first]
+    assert recorder.select("latency", rows=5) == []
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(JobError, match="--results"):
+        Recorder("demo", options(tmp_path / "file" / "below"))
+
+
+def test_commit_of_a_copy_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "__file__", str(tmp_path / "record.py"))
+    monkeypatch.setenv("PUNICA_BATCH_COMMIT", "abc1234")
+    assert record.commit() == "abc1234"
+    monkeypatch.delenv("PUNICA_BATCH_COMMIT")
+    assert record.commit().startswith("version ")
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [({"rank": 0}, "--rank 0"), ({"rank": 257}, "--rank 257"), ({"dtype": "int8"}, "--dtype int8")],
+)
+def test_options_out_of_range(changes: dict[str, Any], match: str) -> None:
+    with pytest.raises(UsageError, match=match):
+        BenchOptions(**changes)
+    with pytest.raises(UsageError, match="--model-shape 70b: not one of 7b, 8b"):
+        BenchOptions(model_shape="70b")
+
+
+def test_sizes_by_shape_and_haste() -> None:
+    sizes = {"full": 3, "quick": 2, "tiny": 1}
+    assert BenchOptions().pick(**sizes) == 3
+    assert BenchOptions(quick=True).pick(**sizes) == 2
+    assert BenchOptions(quick=True, model_shape="tiny").pick(**sizes) == 1
+
+
+def test_budget() -> None:
+    assert not Budget(60).is_spent
+    assert Budget(0).is_spent
+    assert not BenchOptions().budget().is_spent
+
+
+def test_table_shows_the_latest_run_of_each_shape(tmp_path: Path) -> None:
+    for value in (10.0, 20.0):
+        recorder = Recorder("demo", options(tmp_path))
+        recorder.write("latency", "us", Spread(value, value - 1, value + 1, 9), limit=5.0, headline=True, rows=4)
+        recorder.write("latency", "us", Spread(1234.0, 1.0, 2.0, 9), rows=8)
+    Recorder("demo", options(tmp_path, rank=64)).write("decode rate", "tok/s", 900.0, limit=1000.0, headline=True)
+    (tmp_path / "other.jsonl").write_text('{"what": "of another script"}\n')
+    assert [[line["median"] for line in run] for run in latest_runs(read_lines(tmp_path))] == [[20.0, 1234.0], [900.0]]
+    text = markdown(tmp_path)
+    assert "| measured | rows | median | p10 to p90 | limit | of the limit |" in text
+    assert "| latency | 4 | 20 µs | 19 to 21 | 5 | 25 % |" in text
+    assert "| decode rate | 900 tok/s |  | 1,000 | 90 % |" in text
+    assert "rank 64" in text
+    assert "10 µs" not in text
+    assert "1,234" not in text
+    assert "| latency | 8 | 1,234 µs | 1 to 2 |  |  |" in markdown(tmp_path, everything=True)
+
+
+def test_table_of_nothing(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no results"):
+        markdown(tmp_path)

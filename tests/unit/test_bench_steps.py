@@ -1,0 +1,162 @@
+"""What is timed: the add-on and the model's steps do the work that their figures are named after."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from punica_batch_kernels.sgmv import backend_for
+from punica_batch_kernels.sgmv.tiles import PER_ROW
+
+from punica_batch.bench import steps as steps_module
+from punica_batch.bench.ablations import with_tiles
+from punica_batch.bench.add_on import AddOn, segments_of
+from punica_batch.bench.batching import fitting_tokens
+from punica_batch.bench.device import Ceilings, ceilings, host_link, time_step
+from punica_batch.bench.options import BenchOptions
+from punica_batch.bench.popularity import POPULARITIES, Popularity, popularity
+from punica_batch.bench.shapes import SHAPES, shape_config
+from punica_batch.bench.steps import ModelSteps
+
+CPU = torch.device("cpu")
+OPTIONS = BenchOptions(model_shape="tiny", dtype="float32", device="cpu", rank=4)
+
+
+@pytest.fixture(autouse=True)
+def plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No C kernels are compiled."""
+    monkeypatch.setattr(steps_module, "cache_folder", lambda: None)
+
+
+@pytest.mark.parametrize("unsplit", [False, True])
+@pytest.mark.parametrize("kind", POPULARITIES)
+def test_the_add_on_adds_each_rows_adapter(kind: Popularity, unsplit: bool) -> None:
+    add_on = AddOn([(8, (6, 10)), (10, (4,))], 2, [1, 2, 3, 4, 5], torch.float32, CPU)
+    segments, lengths = segments_of(kind, 5, CPU)
+    slots = [slot for slot, rows in enumerate(lengths) for _ in range(rows)]
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def add_lora(y: torch.Tensor, x: torch.Tensor, group: Any, segments: Any, buffer: torch.Tensor | None) -> None:
+        assert (buffer is not None) == unsplit
+        before = y.clone()
+        backend_for(CPU).add_lora(y, x, group, segments, buffer)
+        expected = before.double()
+        for row, slot in enumerate(slots):
+            weights, at = group.slots[slot], 0
+            assert weights.ranks == (slot + 1,) * len(group.out_widths)
+            for i, b in enumerate(weights.b):
+                a = weights.a[i * (slot + 1) : (i + 1) * (slot + 1)]
+                expected[row, at : at + b.shape[0]] += b.double() @ (a.double() @ x[row].double())
+                at += b.shape[0]
+        torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-6)
+        seen.append((x, y))
+
+    add_on.step(add_lora, segments, unsplit=unsplit)()
+    assert len(seen) == 4
+    assert len({weights.a.data_ptr() for group in add_on.groups for weights in group.slots if weights}) == 20
+
+
+def test_what_the_add_on_must_move_and_compute() -> None:
+    add_on = AddOn([(8, (6, 10))], 3, [2, 5], torch.float16, CPU)
+    first, second = 2 * (2 * 8 + 16), 5 * (2 * 8 + 16)  # elements of the adapters' weights
+    assert add_on.flop([3, 1]) == 2 * (3 * first + second)
+    assert add_on.moved([3, 1], activations=False) == 2 * (first + second)
+    assert add_on.moved([3, 1]) == 2 * (first + second + 4 * (8 + 2 * 16))
+    assert add_on.moved([4]) == 2 * (first + 4 * (8 + 2 * 16))
+
+
+def test_segments_group_the_rows() -> None:
+    segments, lengths = segments_of("uniform", 10, CPU)
+    assert segments.lengths == tuple(lengths) == (3, 3, 2, 2)
+    assert segments.lora_indices_host == (0, 1, 2, 3)
+    base, none = segments_of(None, 7, CPU)
+    assert (base.lengths, base.lora_indices_host, none) == ((7,), (-1,), [])
+
+
+def test_other_tiles_only_where_kernels_have_any() -> None:
+    segments, _ = segments_of("distinct", 4, CPU)
+    assert with_tiles(segments, PER_ROW) is segments
+
+
+@pytest.mark.parametrize("counts", [[1, 1, 1], [5, 5, 5]])
+def test_a_step_is_the_models(counts: list[int]) -> None:
+    """Its rows' keys and values lie in blocks of their own: a step of three sequences is three steps of one."""
+    steps = ModelSteps(OPTIONS, CPU, kv_tokens=3 * 32, adapters=2)
+    hidden: list[torch.Tensor] = []
+    inner = steps.model.forward
+
+    def forward(*arguments: Any) -> torch.Tensor:
+        hidden.append(inner(*arguments))
+        return hidden[-1]
+
+    steps.model.forward = forward  # type: ignore[method-assign]
+    segments, _ = segments_of(None, sum(counts), CPU)
+    with torch.inference_mode():
+        for _ in range(2):
+            steps.step(counts, 20, segments)()
+    assert hidden[0].shape == (sum(counts), 64)
+    assert torch.isfinite(hidden[0]).all()
+    meta = steps._meta(counts, 20)
+    expected = [(2 * i + p // 16) * 16 + p % 16 for i, n in enumerate(counts) for p in range(20 - n, 20)]
+    assert meta.slot_mapping.tolist() == expected
+    assert meta.block_tables.tolist() == [[0, 1], [2, 3], [4, 5]]
+    assert meta.kv_lens.tolist() == [20] * 3
+    assert (meta.num_prefills, meta.num_prefill_tokens) == ((0, 0) if counts[0] == 1 else (3, 15))
+
+
+def test_a_steps_adapters_change_its_rows() -> None:
+    steps = ModelSteps(OPTIONS, CPU, kv_tokens=64, adapters=2, layers=1)
+    hidden: list[torch.Tensor] = []
+    inner = steps.model.forward
+    steps.model.forward = lambda *args: hidden.append(inner(*args)) or hidden[-1]  # type: ignore[method-assign, func-returns-value]
+    with torch.inference_mode():
+        for kind in (None, "distinct"):
+            segments, _ = segments_of(kind, 2, CPU)  # type: ignore[arg-type]
+            torch.manual_seed(5)
+            steps.step([1, 1], 8, segments)()
+    assert not torch.allclose(hidden[0][0], hidden[1][0], rtol=1e-3)
+    assert not torch.allclose(hidden[0][1], hidden[1][1], rtol=1e-3)
+
+
+def test_the_limit_of_a_step() -> None:
+    steps = ModelSteps(OPTIONS, CPU, kv_tokens=32, adapters=1)
+    weights = 2 * (64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 160)  # two layers: q, k and v, o, gate, up and down
+    head, kv = 64 * 512, 2 * 2 * 32 * 10
+    slow_copy = Ceilings(copy=1.0, product=1e30)
+    assert steps.limit(slow_copy, [1, 1], 10, 0, head=False) == pytest.approx(4 * (weights + 2 * kv))
+    assert steps.limit(slow_copy, [1, 1], 10, 0) == pytest.approx(4 * (weights + 2 * kv + head))
+    adapter = 2 * 4 * (3 * 64 + 128 + 64 + 64 + 2 * 64 + 320 + 160 + 64)
+    assert steps.adapter_bytes == 4 * adapter
+    assert steps.limit(slow_copy, [1, 1], 10, 3, head=False) == pytest.approx(4 * (weights + 2 * kv + 3 * adapter))
+    slow_product = Ceilings(copy=1e30, product=1.0)
+    pairs = 2 * sum(range(6, 11))  # of queries and the keys that they see: the last five of ten, twice
+    expected = 2 * weights * 10 + 2 * head * 2 + 4 * 2 * 64 * pairs
+    assert steps.limit(slow_product, [5, 5], 10, 0) == pytest.approx(expected)
+
+
+def test_a_cpu_has_room_and_a_limit_is_the_slower_of_two() -> None:
+    assert fitting_tokens(OPTIONS, CPU, 1000, adapters=8) == 1000
+    assert Ceilings(copy=10.0, product=100.0).seconds(moved=50, flop=200) == 5
+    assert Ceilings(copy=10.0, product=100.0).seconds(moved=5, flop=200) == 2
+
+
+def test_timing_on_a_cpu() -> None:
+    calls: list[int] = []
+    spread = time_step(lambda: calls.append(1), CPU)
+    assert (len(calls), spread.n) == (4, 3)
+    assert 0 < spread.p10 <= spread.median <= spread.p90
+    measured = ceilings(CPU, torch.float32)
+    assert measured is ceilings(CPU, torch.float32)
+    assert measured.copy > 0
+    assert measured.product > 0
+    assert host_link(CPU) > 0
+
+
+@pytest.mark.parametrize(("name", "parameters"), [("7b", 6.74e9), ("8b", 8.03e9), ("13b", 13.02e9)])
+def test_shapes_are_the_models(name: str, parameters: float) -> None:
+    config = shape_config(name)
+    assert config.num_parameters() == pytest.approx(parameters, rel=2e-3)
+    assert config.head_dim == 128
+    assert set(SHAPES) == {"7b", "8b", "13b", "tiny"}
+    assert len(set(popularity("distinct", 9))) == 9

@@ -1,0 +1,172 @@
+"""``punica-batch bench``: every command from the command line to its figure, on the CPU with a tiny model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from matplotlib import image
+
+from punica_batch import cli
+from punica_batch.bench import runner
+from punica_batch.bench.options import BenchOptions
+from punica_batch.bench.registry import BENCHES, Bench
+
+TINY = ("--model-shape", "tiny", "--device", "cpu", "--dtype", "float32", "--rank", "4")
+# command -> what it measures, and the parameters that its lines must have
+MEASURED = {
+    "batching": {"latency": {"phase", "rows", "length", "attention"}},
+    "roofline": {"copy bandwidth": set(), "matrix product": set(), "rate": {"popularity", "rows", "intensity"}},
+    "sgmv": {"latency": {"provider", "popularity", "rows"}},
+    "rank": {"latency": {"ranks", "popularity", "rows"}},
+    "layer": {"latency": {"popularity", "rows", "length", "attention"}},
+    "ablations": {"add-on": {"variant", "popularity", "rows"}, "decode rate": {"popularity", "rows", "length"}},
+}
+CASES = {
+    "batching": {("phase",): {("prefill",), ("decode",)}},
+    "roofline": {("popularity",): {("distinct",), ("uniform",), ("skewed",), ("identical",), (None,)}},
+    "sgmv": {("provider",): {("sgmv",), ("loop",), ("gather-bmm",)}},
+    "rank": {("ranks",): {("1",), ("4",), ("mix",), ("1 beside 4",)}},
+    "layer": {("popularity",): {("none",), ("distinct",), ("uniform",), ("skewed",), ("identical",)}},
+    "ablations": {
+        ("variant",): {("as it is",), ("split-K off",), ("tensor cores off",), ("tensor cores on",), (None,)}
+    },
+}
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The C kernels are compiled once."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(autouse=True)
+def here(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PUNICA_BATCH_CACHE", str(cache))
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_a_command_from_end_to_end(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.execute(["bench", name, *TINY, "--results", "out"]) == 0, capsys.readouterr().err
+    lines = [json.loads(text) for text in (tmp_path / "out" / f"{name}.jsonl").read_text().splitlines()]
+    for what, parameters in MEASURED[name].items():
+        found = [line for line in lines if line["what"] == what]
+        assert found
+        assert all(set(line["parameters"]) == parameters for line in found)
+    assert {line["what"] for line in lines} == set(MEASURED[name])
+    for keys, cases in CASES[name].items():
+        assert {tuple(line["parameters"].get(key) for key in keys) for line in lines} == cases
+    for line in lines:
+        assert line["median"] > 0
+        assert line["limit"] is None or line["limit"] > 0
+        assert (line["model_shape"], line["dtype"], line["rank"], line["device"]) == ("tiny", "float32", 4, "cpu")
+        assert "mean nothing" in line["note"]
+    pixels = image.imread(tmp_path / "out" / f"{name}-tiny-float32-cpu.png")
+    assert pixels.shape[0] > 300
+    assert pixels.shape[1] > 300
+    assert pixels[..., :3].std() > 0.01
+
+
+def test_time_that_is_up_leaves_out_points_but_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.execute(["bench", "layer", *TINY, "--seconds", "0"]) == 0
+    assert "20 points left out" in capsys.readouterr().err
+    assert (tmp_path / "results" / "layer-tiny-float32-cpu.png").is_file()
+
+
+def test_results_go_where_a_checkout_has_them(tmp_path: Path) -> None:
+    (tmp_path / "benchmarks" / "results").mkdir(parents=True)
+    assert cli.execute(["bench", "roofline", *TINY, "--seconds", "0"]) == 0
+    assert (tmp_path / "benchmarks" / "results" / "roofline.jsonl").is_file()
+
+
+def test_table_prints_what_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.execute(["bench", "ablations", *TINY]) == 0
+    assert cli.execute(["bench", "table"]) == 0
+    shown = capsys.readouterr().out
+    assert "**ablations** (CPU (times mean nothing), tiny shape, float32, rank 4" in shown
+    assert "| decode rate |" in shown
+    assert cli.execute(["bench", "table", "--results", "nowhere"]) == 2
+    assert "no results" in capsys.readouterr().err
+
+
+def test_figures_are_drawn_again_from_their_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("roofline", "layer"):
+        assert cli.execute(["bench", name, *TINY, "--results", "out"]) == 0
+    figures = sorted((tmp_path / "out").glob("*.png"))
+    before = [image.imread(path) for path in figures]
+    for path in figures:
+        path.unlink()
+    capsys.readouterr()
+    assert cli.execute(["bench", "draw", "--results", "out"]) == 0
+    assert sorted(capsys.readouterr().out.split()) == [f"out/{path.name}" for path in figures]
+    assert all((image.imread(path) == pixels).all() for path, pixels in zip(figures, before, strict=True))
+
+
+def test_one_that_fails_does_not_keep_the_others_from_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[str] = []
+
+    def run_bench(bench: Bench, options: BenchOptions) -> None:
+        ran.append(bench.name)
+        if bench.name == "sgmv":
+            raise RuntimeError("kernel\nfailed")
+
+    monkeypatch.setattr(runner, "run_bench", run_bench)
+    assert cli.execute(["bench", "all", *TINY]) == 1
+    assert ran == [bench.name for bench in BENCHES if bench.in_all]
+    assert capsys.readouterr().err == "punica-batch: bench sgmv: RuntimeError: kernel failed\n"
+
+
+def test_all_is_quick_in_under_eight_minutes() -> None:
+    assert sum(bench.quick_seconds for bench in BENCHES if bench.in_all) < 400
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("name", [*(bench.name for bench in BENCHES), "all"])
+def test_without_a_gpu_one_line(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.execute(["bench", name]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "needs an NVIDIA GPU" in error
+    assert not list(tmp_path.glob("results/*"))
+
+
+def test_without_matplotlib_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert cli.execute(["bench", "rank", *TINY]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "pip install 'punica-batch[bench]'" in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--model-shape", "70b"], "--model-shape 70b"),
+        (["--dtype", "int8"], "--dtype int8"),
+        (["--rank", "0"], "--rank 0"),
+        (["--device", "tpu"], "--device tpu"),
+    ],
+)
+def test_wrong_options(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.execute(["bench", "sgmv", *arguments]) == 2
+    assert named in capsys.readouterr().err
+
+
+def test_help_needs_no_torch() -> None:
+    code = (
+        "import sys; from punica_batch.cli import execute; execute(['bench', '--help']); "
+        "execute(['bench', 'sgmv', '--help']); sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert all(bench.name in done.stdout for bench in BENCHES)
+    assert "--model-shape" in done.stdout
