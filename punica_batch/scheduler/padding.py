@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from punica_batch.scheduler.batch import BatchArrays
 
-# Prefill rows of the shapes. A step with more takes so long that launching its kernels one by one does not matter.
-PREFILL_TOKENS = (32, 64, 96, 128, 192, 256, 384, 512)
+# Prefill rows of the shapes. A step with more takes longer than launching its kernels one by one, and attention that is
+# planned for the step at hand is faster than what a graph must have planned for any of its shape.
+PREFILL_TOKENS = (32, 64, 96, 128, 192, 256)
 
 
 @dataclass(frozen=True, slots=True)

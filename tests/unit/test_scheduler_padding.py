@@ -37,7 +37,7 @@ def test_a_padded_step(prompts: list[tuple[int, int, str | None]], decodes: list
     arrays = step(prompts, decodes)
     shape = shape_for(arrays, MAX_SEQS)
     if shape is None:
-        assert arrays.num_prefill_tokens > 512 or arrays.num_prefills > 512 // 16
+        assert arrays.num_prefill_tokens > 256 or arrays.num_prefills > 256 // 16
         return
     padded = pad(arrays, shape, SCRATCH, BLOCK)
     check_shapes(padded, shape)
@@ -97,7 +97,7 @@ def test_shapes() -> None:
     # 32 rows in four sequences need no fifth one; 31 rows do
     assert shape_for(step([(8, 0, None)] * 4, []), 48) == StepShape(4, 32, 0)
     assert shape_for(step([*[(8, 0, None)] * 3, (7, 0, None)], []), 48) == StepShape(6, 64, 0)
-    assert shape_for(step([(513, 0, None)], []), 48) is None
+    assert shape_for(step([(257, 0, None)], []), 48) is None
 
 
 @pytest.mark.parametrize("shape", [StepShape(0, 0, 16), StepShape(6, 64, 32), StepShape(4, 32, 0)])
@@ -110,7 +110,7 @@ def test_a_step_of_nothing(shape: StepShape) -> None:
 def test_the_shapes_of_a_full_batch_are_those_that_its_steps_have() -> None:
     shapes = full_shapes(MAX_SEQS)
     decodes: list[tuple[int, str | None]] = [(5, None)] * MAX_SEQS
-    for rows in (None, 2, 32, 33, 200, 512):
+    for rows in (None, 2, 32, 33, 200, 256):
         prompts: list[tuple[int, int, str | None]] = [] if rows is None else [(rows, 0, None)]
         assert shape_for(step(prompts, decodes), MAX_SEQS) in shapes
     assert shapes == sorted(shapes, key=lambda shape: -shape.num_tokens)
