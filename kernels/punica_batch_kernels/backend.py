@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +18,7 @@ from punica_batch_kernels.elementwise import reference as elementwise_reference
 from punica_batch_kernels.elementwise.flashinfer_backend import FlashInferElementwise
 from punica_batch_kernels.elementwise.types import RopeAndWriteKV
 from punica_batch_kernels.native.kernels import NativeKernels, load_native
+from punica_batch_kernels.prebuild import build_missing
 from punica_batch_kernels.sgmv import AddLora, LoraLinear, backend_for
 from punica_batch_kernels.sgmv import reference as sgmv_reference
 from punica_batch_kernels.sgmv.types import LoraGroup, Segments
@@ -114,11 +114,9 @@ def kernels_for(
         return REFERENCE if native is None else _native(native, kv_dtype or dtype)
     sgmv = backend_for(device)
     kernels = replace(REFERENCE, add_lora=sgmv.add_lora, overlapped_lora_linear=sgmv.lora_linear)
-    # both may compile for a minute, each in compilers of its own
-    with ThreadPoolExecutor(1) as pool:
-        elementwise = pool.submit(_with_elementwise, kernels, dtype, device)
-        attended = _with_attention(kernels, attention, dtype, kv_dtype or dtype, device)
-        kernels = elementwise.result()
+    build_missing(attention, dtype, kv_dtype or dtype)
+    attended = _with_attention(kernels, attention, dtype, kv_dtype or dtype, device)
+    kernels = _with_elementwise(kernels, dtype, device)
     notes = [note for note in (attended.note, kernels.note) if note is not None]
     return replace(
         kernels, plan_attention=attended.plan_attention, paged_attention=attended.paged_attention,

@@ -41,7 +41,7 @@ def flashinfer_modules(shape: AttentionShape, dtype: torch.dtype, kv_dtype: torc
 
     modules: list[tuple[str, Any]] = [("norm", gen_norm_module())]
     if attention.unsupported(shape, dtype, kv_dtype) is None:
-        modules += _attention_modules(shape, dtype)
+        modules = _attention_modules(shape, dtype) + modules
     return [*modules, ("silu_and_mul", jit.gen_act_and_mul_module("silu"))]
 
 
@@ -49,15 +49,26 @@ def _attention_modules(shape: AttentionShape, dtype: torch.dtype) -> list[tuple[
     from flashinfer import jit
 
     modules: list[tuple[str, Any]] = []
+    backends = dict.fromkeys((attention.prefill_backend(torch.device("cuda"), dtype), "fa2"))
     tensor_cores = shape.num_heads // shape.num_kv_heads >= attention.TENSOR_CORE_GROUP
     for window in sorted({window is not None for window in shape.windows}):
         # q, k and v, output; indices; head sizes; no position encoding; sliding window; no soft cap
         common = (dtype, dtype, dtype, torch.int32, shape.head_dim, shape.head_dim, 0, window, False)
         suffix = " (sliding window)" if window else ""
-        modules.append((f"prefill{suffix}", jit.gen_batch_prefill_module("fa2", *common, False)))
+        modules += [(f"prefill {b}{suffix}", jit.gen_batch_prefill_module(b, *common, False)) for b in backends]
         if not tensor_cores:  # else decode runs the prefill kernel
             modules.append((f"decode{suffix}", jit.gen_batch_decode_module(*common)))
     return modules
+
+
+def build_missing(shape: AttentionShape, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+    """Compiles what the backends would one after the other when they are made. What fails they find out, and say."""
+    try:
+        modules = flashinfer_modules(shape, dtype, kv_dtype)
+    except Exception:  # not installed, or of another mind
+        return
+    for _ in build_modules([(name, spec) for name, spec in modules if not spec.is_compiled]):
+        pass
 
 
 def build_modules(modules: list[tuple[str, Any]]) -> Iterator[ModuleBuild]:

@@ -18,7 +18,7 @@ from punica_batch.data.schema import carried_schema, has_lists, output_schema, r
 from punica_batch.engine.build import build_engine
 from punica_batch.engine.kernel_cache import kernel_environment
 from punica_batch.engine.memory import GRAPH_BYTES, activation_bytes
-from punica_batch.engine.settings import DEFAULT_MAX_LORA_RANK, EngineSettings, resolve_dtypes
+from punica_batch.engine.settings import DEFAULT_BATCHED_TOKENS, DEFAULT_MAX_LORA_RANK, EngineSettings, resolve_dtypes
 from punica_batch.errors import JobError, UsageError
 from punica_batch.models.config import ModelConfig, resolve_model
 from punica_batch.planner.memory import ADAPTER_SHARE, MAX_BATCH, memory_plan
@@ -27,7 +27,6 @@ from punica_batch.text.settings import TextSettings
 from punica_batch.types import RowResult
 
 _BATCH_ROWS = 2048
-_BATCHED_TOKENS = 2048
 _MAX_LORAS = 16
 
 
@@ -130,7 +129,7 @@ def _settings(
     max_model_len = config.max_model_len or model.max_position_embeddings
     if max_model_len > model.max_position_embeddings:
         raise UsageError(f"max_model_len {max_model_len} is beyond the model's own {model.max_position_embeddings}")
-    batched_tokens = config.max_num_batched_tokens or _BATCHED_TOKENS
+    batched_tokens = config.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS[device]
     max_num_seqs = config.max_num_seqs or MAX_BATCH
     total, weights = int(_memory_bytes(device) * config.gpu_memory_utilization), model.weight_bytes(dtypes.model)
     adapter_bytes = max(0, total - weights) // ADAPTER_SHARE if num_adapters else 0

@@ -151,7 +151,7 @@ def _worker(
         num_blocks=memory.num_blocks,
         block_size=job.config.block_size,
         max_num_seqs=memory.max_num_seqs,
-        max_num_batched_tokens=batched_tokens(job.config),
+        max_num_batched_tokens=batched_tokens(job.config, device.kind),
         max_model_len=job.max_model_len,
         max_loras=memory.max_loras,
         max_lora_rank=_max_lora_rank(job, found),

@@ -8,7 +8,7 @@ from typing import Literal
 from punica_batch.adapters.check import AdapterReport
 from punica_batch.config import JobConfig
 from punica_batch.engine.memory import GRAPH_BYTES, activation_bytes
-from punica_batch.engine.settings import resolve_dtypes
+from punica_batch.engine.settings import DEFAULT_BATCHED_TOKENS, resolve_dtypes
 from punica_batch.models.config import DTYPE_BYTES, ModelConfig
 from punica_batch.planner.memory import MAX_BATCH, MemoryPlan, memory_plan
 from punica_batch.planning.opened import OpenedJob
@@ -16,15 +16,15 @@ from punica_batch.planning.preflight import Preflight
 from punica_batch.types import Dtype
 from punica_batch.workers.devices import Device
 
-DEFAULT_BATCHED_TOKENS = 2048
 # Beside activations: on a CPU torch itself, its allocator's slack, the worker's own objects; on a GPU the context, the
 # libraries' workspaces, and what the driver keeps for itself of the memory that it names as the device's.
 RUNTIME_BYTES = {"cpu": 512 << 20, "cuda": 2 << 30}
 
 
-def batched_tokens(config: JobConfig) -> int:
-    """The most tokens of one step: ``--max-num-batched-tokens``, else enough for some prefill and a full batch."""
-    return config.max_num_batched_tokens or max(DEFAULT_BATCHED_TOKENS, config.max_num_seqs or 0)
+def batched_tokens(config: JobConfig, kind: str) -> int:
+    """The most tokens of one step on a device of ``kind``: ``--max-num-batched-tokens``, else enough for a full batch
+    and prefills that keep the device busy."""
+    return config.max_num_batched_tokens or max(DEFAULT_BATCHED_TOKENS[kind], config.max_num_seqs or 0)
 
 
 def worker_memory(
@@ -36,14 +36,14 @@ def worker_memory(
     dtypes = resolve_dtypes(config, model.torch_dtype, device.kind)
     block_bytes = model.kv_bytes_per_block(config.block_size, dtypes.kv_cache)
     batch = config.max_num_seqs or MAX_BATCH
-    workspace = workspace_bytes(model, batched_tokens(config), batch, dtypes.model, device.kind)
+    workspace = workspace_bytes(model, batched_tokens(config, device.kind), batch, dtypes.model, device.kind)
     return memory_plan(
         total_bytes=int(device.memory_bytes * config.gpu_memory_utilization),
         weight_bytes=model.weight_bytes(dtypes.model),
         kv_bytes_per_block=block_bytes,
         block_size=config.block_size,
         max_model_len=job.max_model_len,
-        max_num_batched_tokens=batched_tokens(config),
+        max_num_batched_tokens=batched_tokens(config, device.kind),
         workspace_bytes=workspace + block_bytes,  # the cache's scratch block
         adapter_sizes=[slot_bytes(found.reports[name], model, dtypes.model) for name in found.specs],
         row_tokens=row_tokens,

@@ -85,11 +85,12 @@ class Decode(Wrapper):
         self.keep(torch.arange(len(indptr), dtype=torch.int32), indptr, *args, **options)
 
 
-def attention(heads: int, kv_heads: int, *windows: int | None) -> FlashInferAttention:
+def attention(heads: int, kv_heads: int, *windows: int | None, fastest: str = "fa3") -> FlashInferAttention:
     shape = AttentionShape(heads, kv_heads, HEAD_DIM, frozenset(windows))
     with pytest.MonkeyPatch.context() as patch:
         fake = SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=Prefill, BatchDecodeWithPagedKVCacheWrapper=Decode)
         patch.setitem(sys.modules, "flashinfer", fake)
+        patch.setattr(flashinfer_backend, "prefill_backend", lambda device, dtype: fastest)
         patch.setattr(flashinfer_backend, "WORKSPACE_BYTES", 16)
         patch.setattr(flashinfer_backend, "WORKSPACE_BYTES_A_HEAD", 1)
         return FlashInferAttention(shape, torch.float32, CPU)
@@ -147,6 +148,31 @@ def test_steps_of_a_shape_that_recurs_have_wrappers_of_their_own() -> None:
     assert pinned[0] == pinned[2] != pinned[1]
     shared = {(w.fixed("indices").data_ptr(), w._int_workspace_buffer.data_ptr()) for _, w in wrappers}
     assert len(shared) == 1
+
+
+def test_prefill_kernels_that_cannot_be_made_give_way_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep, asked = Prefill.plan, list[str]()
+
+    def plan(self: Prefill, *args: Any, **options: Any) -> None:
+        asked.append(self.options["backend"])
+        if asked[-1] == "fa3":
+            raise RuntimeError("nvcc: unsupported architecture")
+        keep(self, *args, **options)
+
+    monkeypatch.setattr(Prefill, "plan", plan)
+    backend = attention(4, 2, None)
+    assert asked == ["fa3", "fa2"]
+    Case(MIXES["mixed"], 4, 2).check(None, paged_attention=backend.run)
+    monkeypatch.setattr(Prefill, "plan", lambda *args, **options: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        attention(4, 2, None, fastest="fa2")
+
+
+def test_recorded_prefills_are_fa2s() -> None:
+    """Whatever is the fastest otherwise: it plans for any number of rows."""
+    backend, case = attention(4, 2, None), Case([(5, 20), (3, 3)], 4, 2)
+    plans = [backend.plan(replace(case.meta, capacity=c), BLOCK, window=None) for c in (None, 64)]
+    assert [plan.prefill.options["backend"] for plan in plans] == ["fa3", "fa2"]
 
 
 def test_page_table() -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,16 @@ def unsupported(shape: AttentionShape, dtype: torch.dtype, kv_dtype: torch.dtype
     if shape.head_dim not in HEAD_DIMS:
         return f"it has no kernels for heads of size {shape.head_dim}"
     return None
+
+
+def prefill_backend(device: torch.device, dtype: torch.dtype) -> str:
+    """FlashInfer's name of the fastest prefill kernels for steps that are planned one by one: Hopper has its own.
+
+    In graphs it is always "fa2", which takes any number of rows that a plan of its shape may bring.
+    """
+    from flashinfer.utils import PosEncodingMode, determine_attention_backend
+
+    return str(determine_attention_backend(device, PosEncodingMode.NONE.value, False, False, dtype, dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,41 +136,55 @@ class FlashInferAttention:
     """
 
     def __init__(self, shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> None:
-        import flashinfer
-
         self._shape = shape
         self._dtype = dtype
+        self._device = device
+        fastest = prefill_backend(device, dtype)
         size = max(WORKSPACE_BYTES, shape.num_heads * WORKSPACE_BYTES_A_HEAD)
-        workspace = torch.zeros(size, dtype=torch.uint8, device=device)
-        tensor_cores = shape.num_heads // shape.num_kv_heads >= TENSOR_CORE_GROUP
+        self._workspace = torch.zeros(size, dtype=torch.uint8, device=device)
+        try:
+            self._wrappers = self._make_wrappers(fastest)
+            self._compile()
+        except Exception:
+            if fastest == "fa2":
+                raise
+            # a compiler that is too old for Hopper's own kernels may do for the others
+            self._wrappers = self._make_wrappers("fa2")
+            self._compile()
+
+    def _make_wrappers(self, backend: str) -> dict[int | None, tuple[_Wrappers, _Wrappers]]:
+        """By window: those of prefills, by ``backend`` where they are not recorded, and those of decodes."""
+        import flashinfer
 
         def buffer(size: int) -> Tensor:
-            return torch.empty(size, dtype=torch.int32, device=device)
+            return torch.empty(size, dtype=torch.int32, device=self._device)
 
-        # fa2 and not the default: it serves every GPU since Ampere and compiles in a third of the time
         def prefill(num_sequences: int | None = None, indices: Tensor | None = None) -> Any:
-            make = flashinfer.BatchPrefillWithPagedKVCacheWrapper
+            make = partial(flashinfer.BatchPrefillWithPagedKVCacheWrapper, self._workspace, "NHD")
             if num_sequences is None:
-                return make(workspace, "NHD", backend="fa2")
+                return make(backend=backend)
             n = num_sequences
             return make(
-                workspace, "NHD", backend="fa2", use_cuda_graph=True, qo_indptr_buf=buffer(n + 1),
-                paged_kv_indptr_buf=buffer(n + 1), paged_kv_indices_buf=indices, paged_kv_last_page_len_buf=buffer(n),
+                backend="fa2", use_cuda_graph=True, qo_indptr_buf=buffer(n + 1), paged_kv_indptr_buf=buffer(n + 1),
+                paged_kv_indices_buf=indices, paged_kv_last_page_len_buf=buffer(n),
             )  # fmt: skip
 
+        tensor_cores = self._shape.num_heads // self._shape.num_kv_heads >= TENSOR_CORE_GROUP
+
         def decode(num_sequences: int | None = None, indices: Tensor | None = None) -> Any:
-            make = flashinfer.BatchDecodeWithPagedKVCacheWrapper
+            make = partial(
+                flashinfer.BatchDecodeWithPagedKVCacheWrapper, self._workspace, "NHD", use_tensor_cores=tensor_cores
+            )
             if num_sequences is None:
-                return make(workspace, "NHD", use_tensor_cores=tensor_cores)
+                return make()
             n = num_sequences
             return make(
-                workspace, "NHD", use_tensor_cores=tensor_cores, use_cuda_graph=True,
-                paged_kv_indptr_buffer=buffer(n + 1), paged_kv_indices_buffer=indices,
+                use_cuda_graph=True, paged_kv_indptr_buffer=buffer(n + 1), paged_kv_indices_buffer=indices,
                 paged_kv_last_page_len_buffer=buffer(n),
             )  # fmt: skip
 
-        self._wrappers = {w: (_Wrappers(prefill, device), _Wrappers(decode, device)) for w in shape.windows}
-        self._compile(device)
+        windows = self._shape.windows
+        return {w: (_Wrappers(prefill, self._device), _Wrappers(decode, self._device)) for w in windows}
 
     def plan(self, meta: AttentionMetadata, block_size: int, *, window: int | None) -> FlashInferPlan:
         """Sends the step's page tables to the device; nothing waits for it."""
@@ -204,11 +229,11 @@ class FlashInferAttention:
             plan.decode.run(q[n:], cache, out=out[n:], k_scale=scale)
         return out
 
-    def _compile(self, device: torch.device) -> None:
+    def _compile(self) -> None:
         """A first plan of each kind: of a prompt of two tokens, and of one token."""
         for window in self._wrappers:
             meta = AttentionMetadata(
-                torch.zeros(3, dtype=torch.int64, device=device), np.array([0, 2, 3], np.int32),
+                torch.zeros(3, dtype=torch.int64, device=self._device), np.array([0, 2, 3], np.int32),
                 np.array([2, 1], np.int32), np.zeros((2, 1), np.int32), num_prefills=1, num_prefill_tokens=2,
             )  # fmt: skip
             self.plan(meta, 16, window=window)
