@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from punica_batch_kernels.attention.types import AttentionMetadata
 from punica_batch_kernels.sgmv.tiles import PER_ROW, common_families, cut_tiles, plan_families, tile_bucket
 from punica_batch_kernels.sgmv.types import Segments
@@ -23,8 +22,8 @@ from punica_batch.engine.lora_store import LoraStore
 from punica_batch.engine.sampler import SamplerOutput, SamplingBatch, greedy, sample
 from punica_batch.engine.sampler import warm_up as warm_up_sampler
 from punica_batch.engine.settings import EngineSettings
-from punica_batch.engine.step_buffer import StepBuffer, StepInputs
-from punica_batch.models.llama import LlamaModel
+from punica_batch.engine.step_buffer import StepBuffer, StepInputs, Tiles
+from punica_batch.models.llama import KeptRows, LlamaModel
 from punica_batch.scheduler.batch import BatchArrays
 from punica_batch.scheduler.padding import PREFILL_TOKENS, StepShape, empty_arrays, full_shapes, pad, shape_for
 from punica_batch.scheduler.sequence import Sequence
@@ -78,9 +77,12 @@ class ModelRunner:
         """Computes the rows' keys and values into the cache and samples one token for each of ``arrays.sampled``."""
         sampling = self._sampling(arrays.sampled)
         arrays, shape = self._shaped(arrays)
-        hidden, inputs = self._forward(arrays, shape)
-        rows = hidden.index_select(0, inputs.logits_rows)
-        logits = self._logits(rows, arrays.logits_seg_indptr, arrays.logits_segment_lora_ids)
+        if shape is None:
+            hidden, inputs, segments = self._as_it_is(arrays)
+        else:
+            hidden, inputs = self._in_shape(arrays, shape)
+            hidden, segments = hidden.index_select(0, inputs.logits_rows), None
+        logits = self.model.logits(hidden, segments, self._lora_store.model_lora)
         output = SamplerOutput(*greedy(logits)) if sampling.greedy_only else sample(logits, sampling)
         self._buffer.last_tokens.index_copy_(0, inputs.seats, output.token_ids)
         return PendingStep(sampling, *_to_host(output))
@@ -108,17 +110,20 @@ class ModelRunner:
             arrays = pad(empty_arrays(), shape, self.kv_cache.scratch_block, self.kv_cache.block_size)
             families = [(), *common_families(shape.num_tokens)] if settings.adapters else [()]
             for family in families:
-                self._forward(arrays, shape, [(block_m, np.zeros((n, 4), np.int32)) for block_m, n in family])
+                self._in_shape(arrays, shape, [(block_m, np.zeros((n, 4), np.int32)) for block_m, n in family])
 
     @torch.inference_mode()
     def forward_logits(self, arrays: BatchArrays) -> Tensor:
         """As ``execute``, but answers the logits of every row, float32 [T, V], and samples nothing."""
         shaped, shape = self._shaped(arrays)
-        hidden, _ = self._forward(shaped, shape)
-        rows = torch.arange(arrays.num_tokens)
-        rows[arrays.num_prefill_tokens :] += shaped.num_prefill_tokens - arrays.num_prefill_tokens
-        real = hidden.index_select(0, rows.to(hidden.device))
-        return self._logits(real, arrays.seg_indptr, arrays.segment_lora_ids).float()
+        if shape is None:
+            hidden, _, segments = self._as_it_is(arrays, all_rows=True)
+        else:
+            hidden, segments = self._in_shape(shaped, shape)[0], None
+            rows = torch.arange(arrays.num_tokens)
+            rows[arrays.num_prefill_tokens :] += shaped.num_prefill_tokens - arrays.num_prefill_tokens
+            hidden = hidden.index_select(0, rows.to(hidden.device))
+        return self.model.logits(hidden, segments, self._lora_store.model_lora).float()
 
     def _shaped(self, arrays: BatchArrays) -> tuple[BatchArrays, StepShape | None]:
         """The step filled up to a shape, where it is one to be recorded."""
@@ -133,38 +138,54 @@ class ModelRunner:
         """Whether an adapter adds to the embedding or the head as well, outside what a graph holds."""
         return lora_id is not None and self._lora_store.model_lora.touches_ends(self._lora_store.slot(lora_id))
 
-    def _forward(
-        self, arrays: BatchArrays, shape: StepShape | None, tiles: list[tuple[int, NDArray[np.int32]]] | None = None
-    ) -> tuple[Tensor, StepInputs]:
-        """The final hidden states [T, hidden], and what the step was sent as. ``tiles`` (None: those of ``arrays``):
-        ``StepBuffer.send``'s."""
+    def _as_it_is(self, arrays: BatchArrays, *, all_rows: bool = False) -> tuple[Tensor, StepInputs, Segments]:
+        """A step's final hidden states [R, hidden], of ``arrays.logits_rows`` (with ``all_rows`` of all rows); what it
+        was sent as; and those rows' segments."""
+        slots, kept_slots = self._slots(arrays.segment_lora_ids), self._slots(arrays.logits_segment_lora_ids)
+        tiles = self._tiles(arrays.seg_indptr, slots)
+        inputs = self._send(arrays, [*tiles, *self._tiles(arrays.logits_seg_indptr, kept_slots)])
+        segments = Segments.build(arrays.seg_indptr, slots, tiles=inputs.tiles[: len(tiles)])
+        asked = Segments.build(arrays.logits_seg_indptr, kept_slots, tiles=inputs.tiles[len(tiles) :])
+        # with none to keep, the last layer is as good with all: there are kernels that do not take no rows
+        kept = KeptRows(inputs.logits_rows, asked) if arrays.sampled and not all_rows else None
+        meta = _attention(arrays, inputs, None)
+        plans = self.model.plan_attention(meta, self.kv_cache.block_size)
+        hidden = self.model.forward(
+            inputs.input_ids(), inputs.positions, meta, plans, self.kv_cache.layers, segments,
+            self._lora_store.model_lora if segments.has_lora else None, kept,
+        )  # fmt: skip
+        if all_rows:
+            return hidden, inputs, segments
+        return hidden if arrays.sampled else hidden[:0], inputs, asked
+
+    def _in_shape(self, arrays: BatchArrays, shape: StepShape, tiles: Tiles | None = None) -> tuple[Tensor, StepInputs]:
+        """The final hidden states [T, hidden] of a step that was filled up to ``shape``, recorded if it was not before;
+        and what it was sent as. ``tiles`` (None: those of ``arrays``): the kernel families' work."""
         slots = self._slots(arrays.segment_lora_ids)
         if tiles is None:
             tiles = self._tiles(arrays.seg_indptr, slots, shape)
-        inputs = self._buffer.send(
-            arrays.input_ids, arrays.seats, arrays.positions, arrays.slot_mapping, arrays.logits_rows,
-            np.array([sequence.seat for sequence in arrays.sampled], dtype=np.int64), tiles,
-        )  # fmt: skip
-        meta = AttentionMetadata(
-            inputs.slot_mapping, arrays.qo_indptr, arrays.kv_lens, arrays.block_tables,
-            arrays.num_prefills, arrays.num_prefill_tokens, None if shape is None else self._page_capacity,
-        )  # fmt: skip
+        inputs = self._send(arrays, tiles)
+        meta = _attention(arrays, inputs, self._page_capacity)
         plans = self.model.plan_attention(meta, self.kv_cache.block_size)
         segments = Segments.build(arrays.seg_indptr, slots, tiles=inputs.tiles)
         lora = self._lora_store.model_lora if segments.has_lora or tiles else None
 
         def forward() -> Tensor:
-            input_ids = inputs.known.index_select(0, inputs.token_index)
-            return self.model.forward(input_ids, inputs.positions, meta, plans, self.kv_cache.layers, segments, lora)
+            return self.model.forward(
+                inputs.input_ids(), inputs.positions, meta, plans, self.kv_cache.layers, segments, lora
+            )
 
-        if self.graphs is None or shape is None:
-            return forward(), inputs
+        assert self.graphs is not None
         key = GraphKey(shape, tuple((block_m, len(entries)) for block_m, entries in tiles))
         return self.graphs.run(key, forward), inputs
 
-    def _tiles(
-        self, seg_indptr: list[int], slots: list[int], shape: StepShape | None
-    ) -> list[tuple[int, NDArray[np.int32]]]:
+    def _send(self, arrays: BatchArrays, tiles: Tiles) -> StepInputs:
+        return self._buffer.send(
+            arrays.input_ids, arrays.seats, arrays.positions, arrays.slot_mapping, arrays.logits_rows,
+            np.array([sequence.seat for sequence in arrays.sampled], dtype=np.int64), tiles,
+        )  # fmt: skip
+
+    def _tiles(self, seg_indptr: list[int], slots: list[int], shape: StepShape | None = None) -> Tiles:
         """The work of each kernel family: as many tiles as there are, or as the step's shape has."""
         if self.model.device.type == "cpu":
             return []
@@ -181,13 +202,6 @@ class ModelRunner:
         """Blocks in a step's tables: each of the pool's at most once, and the scratch block for what fills it up."""
         return self.kv_cache.num_blocks + self._settings.max_num_seqs + 2 * PREFILL_TOKENS[-1]
 
-    def _logits(self, hidden: Tensor, seg_indptr: list[int], lora_ids: list[str | None]) -> Tensor:
-        """[rows, vocab], of the model's dtype."""
-        if not any(map(self._touches_ends, lora_ids)):
-            return self.model.logits(hidden, None, None)
-        segments = Segments.build(seg_indptr, self._slots(lora_ids), self.model.device)
-        return self.model.logits(hidden, segments, self._lora_store.model_lora)
-
     def _slots(self, lora_ids: list[str | None]) -> list[int]:
         return [-1 if lora_id is None else self._lora_store.slot(lora_id) for lora_id in lora_ids]
 
@@ -199,6 +213,13 @@ class ModelRunner:
             [s.num_tokens for s in sequences],
             self._settings.seed,
         )
+
+
+def _attention(arrays: BatchArrays, inputs: StepInputs, capacity: int | None) -> AttentionMetadata:
+    return AttentionMetadata(
+        inputs.slot_mapping, arrays.qo_indptr, arrays.kv_lens, arrays.block_tables, arrays.num_prefills,
+        arrays.num_prefill_tokens, capacity,
+    )  # fmt: skip
 
 
 def _to_host(output: SamplerOutput) -> tuple[SamplerOutput, Any]:

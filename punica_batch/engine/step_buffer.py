@@ -11,6 +11,9 @@ from numpy.typing import NDArray
 from punica_batch_kernels.sgmv.tiles import RowTiles
 from torch import Tensor
 
+# (``block_m``, entries int32 [N, 4]) of each kernel family: ``RowTiles`` on the host
+Tiles = list[tuple[int, NDArray[np.int32]]]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepInputs:
@@ -30,6 +33,10 @@ class StepInputs:
     seats: Tensor
     tiles: tuple[RowTiles, ...]
 
+    def input_ids(self) -> Tensor:
+        """int64 [T], put together on the device."""
+        return self.known.index_select(0, self.token_index)
+
 
 class StepBuffer:
     """For steps of at most ``max_tokens`` rows, on behalf of ``num_seats`` sequences.
@@ -40,8 +47,9 @@ class StepBuffer:
 
     def __init__(self, num_seats: int, max_tokens: int, device: torch.device) -> None:
         self._num_seats = num_seats
-        # five numbers a row, and two families of tiles, of 16 bytes each, which may all be of one row
-        words = num_seats + (5 + 2 * 2) * (max_tokens + num_seats)
+        # numbers of rows and of samples; and tiles, of two words each, which may all be of one row, in two families
+        # filled up to twice as many
+        words = num_seats + (6 + 2 * 2 * 2) * (max_tokens + num_seats)
         self._words = torch.zeros(words, dtype=torch.int64, device=device)
         self.last_tokens = self._words[:num_seats]
 
@@ -53,11 +61,11 @@ class StepBuffer:
         slot_mapping: NDArray[np.int64],
         logits_rows: NDArray[np.int64],
         seats: NDArray[np.int64],
-        tiles: list[tuple[int, NDArray[np.int32]]],
+        tiles: Tiles,
     ) -> StepInputs:
         """``row_seats`` int64 [T]: the seat whose last token is the row's, -1 where ``input_ids`` has it.
 
-        ``tiles``: (``block_m``, entries int32 [N, 4]) a family. The rest: ``StepInputs``. Nothing waits for the copy.
+        The rest: ``StepInputs``. Nothing waits for the copy.
         """
         first, rows = self._num_seats, len(input_ids)
         token_index = np.where(row_seats >= 0, row_seats, first + np.arange(rows))

@@ -34,6 +34,15 @@ class StepContext:
     segments: Segments
 
 
+@dataclass(frozen=True, slots=True)
+class KeptRows:
+    """The rows that are asked for: ``index`` int64 [R], and the R rows' own ``segments``. Of the others a step needs no
+    more than the keys and values that they leave in the cache, so they end at the last layer's attention."""
+
+    index: Tensor
+    segments: Segments
+
+
 class DecoderLayer:
     """One block: attention and gated MLP, each behind a norm and added to the residual stream."""
 
@@ -84,7 +93,7 @@ class DecoderLayer:
                     tensors |= {f"{prefix}.{n}.{kind}": part for n, part in zip(names, parts, strict=True)}
         return tensors
 
-    def forward(
+    def attend(
         self,
         x: Tensor | None,
         residual: Tensor,
@@ -92,35 +101,37 @@ class DecoderLayer:
         step: StepContext,
         lora: LayerLora | None,
     ) -> Tensor:
-        """``residual`` [T, hidden], the residual stream, is updated in place.
+        """The heads' outputs, [T, heads * head_dim]. The residual stream ``residual`` [T, hidden] is updated in place.
 
-        ``x`` [T, hidden]: what the layer before has still to add to it (None: nothing). Returns what this one has:
-        so that adding and the norm after it are one kernel.
+        ``x`` [T, hidden]: what the layer before has still to add to it (None: nothing).
         """
-        kernels, eps = self.kernels, self.config.rms_norm_eps
+        config, kernels, eps = self.config, self.kernels, self.config.rms_norm_eps
         if x is None:
             x = kernels.rms_norm(residual, self.input_norm, eps)
         else:
             x = kernels.add_rms_norm(x, residual, self.input_norm, eps)
-        x = self._attention(x, cache, step, lora)
-        x = kernels.add_rms_norm(x, residual, self.post_attention_norm, eps)
-        gate_up = self._project(self.gate_up, x, step, lora.gate_up if lora else None)
-        return self._project(self.down, kernels.silu_and_mul(gate_up), step, lora.down if lora else None)
-
-    def _attention(self, x: Tensor, cache: tuple[Tensor, Tensor], step: StepContext, lora: LayerLora | None) -> Tensor:
-        config, kernels = self.config, self.kernels
         heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        qkv = self._project(self.qkv, x, step, lora.qkv if lora else None).view(-1, heads + 2 * kv_heads, head_dim)
+        qkv = self._project(self.qkv, x, step.segments, lora.qkv if lora else None)
+        qkv = qkv.view(-1, heads + 2 * kv_heads, head_dim)
         kernels.rope_and_write_kv(qkv, heads, self.qk_norm, step.cos, step.sin, *cache, step.meta.slot_mapping)
         out = kernels.paged_attention(
             qkv[:, :heads], *cache, step.meta, scale=self.scale, window=self.window, plan=step.plans[self.window]
         )
-        return self._project(self.o, out.view(-1, config.q_size), step, lora.o if lora else None)
+        return out.view(-1, config.q_size)
 
-    def _project(self, linear: Linear, x: Tensor, step: StepContext, group: LoraGroup | None) -> Tensor:
+    def finish(self, heads: Tensor, residual: Tensor, segments: Segments, lora: LayerLora | None) -> Tensor:
+        """After ``attend``: adds the attention to ``residual`` in place, and returns what the layer has still to add to
+        it, so that adding and the norm after it are one kernel. All of the same rows, all [.., hidden]."""
+        kernels = self.kernels
+        x = self._project(self.o, heads, segments, lora.o if lora else None)
+        x = kernels.add_rms_norm(x, residual, self.post_attention_norm, self.config.rms_norm_eps)
+        gate_up = self._project(self.gate_up, x, segments, lora.gate_up if lora else None)
+        return self._project(self.down, kernels.silu_and_mul(gate_up), segments, lora.down if lora else None)
+
+    def _project(self, linear: Linear, x: Tensor, segments: Segments, group: LoraGroup | None) -> Tensor:
         if group is None:
             return linear.apply(x)
-        return self.kernels.lora_linear(linear.apply, x, group, step.segments)
+        return self.kernels.lora_linear(linear.apply, x, group, segments)
 
 
 class LlamaModel:
@@ -175,12 +186,13 @@ class LlamaModel:
         kv_caches: Sequence[tuple[Tensor, Tensor]],
         segments: Segments,
         lora: ModelLora | None,
+        kept: KeptRows | None = None,
     ) -> Tensor:
         """One step over T rows, ordered as ``meta`` and ``segments`` say; ``plans``: ``plan_attention``'s for it.
 
         ``input_ids``, ``positions`` int [T]; ``kv_caches`` a (keys, values) pair a layer, each [num_blocks, block_size,
-        kv_heads, head_dim], into which the step's own keys and values are written. Returns the hidden states after
-        the last norm, [T, hidden]. ``lora`` None: no row has an adapter.
+        kv_heads, head_dim], into which the step's own keys and values are written. ``lora`` None: no row
+        has an adapter. Returns the hidden states after the last norm, [R, hidden], of the ``kept`` rows (None: of all).
         """
         residual = functional.embedding(input_ids, self.embed_tokens)
         if lora is not None:
@@ -189,7 +201,12 @@ class LlamaModel:
         step = StepContext(cos, sin, meta, plans, segments)
         x = None
         for i, layer in enumerate(self.layers):
-            x = layer.forward(x, residual, kv_caches[i], step, lora.layers[i] if lora is not None else None)
+            layer_lora = lora.layers[i] if lora is not None else None
+            heads = layer.attend(x, residual, kv_caches[i], step, layer_lora)
+            if kept is not None and layer is self.layers[-1]:
+                heads, residual = heads.index_select(0, kept.index), residual.index_select(0, kept.index)
+                segments = kept.segments
+            x = layer.finish(heads, residual, segments, layer_lora)
         assert x is not None
         return self.kernels.add_rms_norm(x, residual, self.norm, self.config.rms_norm_eps)
 

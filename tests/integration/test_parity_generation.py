@@ -75,6 +75,7 @@ def test_greedy_is_hugging_faces(tiny: TinyModel, greedy: dict[int, list[int]]) 
         pytest.param({"max_loras": 1}, id="one slot for seven adapters"),
         pytest.param({"max_loras": 2, "num_blocks": 14, "block_size": 8, "read_ahead": 1}, id="two slots, preempted"),
         pytest.param({"max_num_seqs": 3}, id="three at a time"),
+        pytest.param({"max_num_seqs": 1, "max_num_batched_tokens": 7}, id="one at a time, steps that sample nothing"),
     ],
 )
 def test_any_batch_gives_what_a_row_alone_gives(

@@ -12,7 +12,7 @@ from punica_batch_kernels.attention.types import AttentionMetadata
 from punica_batch_kernels.sgmv.types import Segments
 from torch import Tensor
 
-from punica_batch.models.llama import LlamaModel
+from punica_batch.models.llama import KeptRows, LlamaModel
 from punica_batch.models.lora import ModelLora
 
 BLOCK = 16
@@ -110,11 +110,15 @@ class Driver:
         )  # fmt: skip
         ids = torch.cat([self.prompts[s][p[0] : p[-1] + 1] for s, p in zip(members, positions, strict=True)])
         segments = Segments.build(starts, [self.slots[s] for s in members])
+        lora = self.lora if segments.has_lora else None
+        rows = torch.from_numpy(np.concatenate(positions))
+        last = torch.tensor(starts[1:]) - 1
+        kept = KeptRows(last, Segments.build([*range(len(members) + 1)], [self.slots[s] for s in members]))
         with torch.inference_mode():
-            hidden = self.model.forward(
-                ids, torch.from_numpy(np.concatenate(positions)), meta,
-                self.model.plan_attention(meta, BLOCK), self.caches, segments, self.lora if segments.has_lora else None,
-            )  # fmt: skip
+            plans = self.model.plan_attention(meta, BLOCK)
+            hidden = self.model.forward(ids, rows, meta, plans, self.caches, segments, lora)
+            alone = self.model.forward(ids, rows, meta, plans, self.caches, segments, lora, kept)
+            torch.testing.assert_close(alone, hidden[last], atol=1e-5, rtol=1e-5)
             logits = self.model.logits(hidden, segments, self.lora)
         assert logits.dtype == self.model.dtype
         logits = logits.float()

@@ -20,7 +20,7 @@ def test_what_is_sent_arrives() -> None:
     buffer = StepBuffer(4, 32, torch.device("cpu"))
     buffer.last_tokens.copy_(torch.tensor([7, 8, 9, 10]))
     inputs = send(buffer, 9, 5, (3, 2))
-    ids = inputs.known[inputs.token_index].tolist()
+    ids = inputs.input_ids().tolist()
     assert ids == [100, 101, 9, 103, 104, 8, 106, 107, 7]  # 102, 105 and 108 are known to seats 2, 1 and 0 alone
     assert inputs.positions.tolist() == list(range(101, 110))
     assert inputs.slot_mapping.tolist() == list(range(102, 111))
