@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test check gpu-test bench gpu-bench clean
+.PHONY: demo test check gpu-test gpu-sanitize bench gpu-bench clean
 
 demo: $(VENV)/.installed  ## install, run the sample job, show what came out
 	$(BIN)/punica-batch run sample_data/requests.parquet --show 24
@@ -22,6 +22,11 @@ gpu-test: $(VENV)/.dev  ## on a machine with an NVIDIA GPU
 
 bench: $(VENV)/.dev  ## the CPU benchmark (MODEL=folder ADAPTERS=folder); run it on a quiet machine
 	$(BIN)/python benchmarks/cpu_speed.py $(MODEL) $(ADAPTERS)
+
+gpu-sanitize: $(VENV)/.dev  ## our own GPU kernels under compute-sanitizer, without torch's cache of memory
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 \
+	  $(BIN)/python -m pytest tests/gpu/test_sgmv_gpu.py tests/gpu/test_elementwise_gpu.py tests/gpu/test_sampler_gpu.py \
+	  -m gpu -k "every_rank or rope or greedy"
 
 gpu-bench: $(VENV)/.dev  ## every GPU benchmark in under 8 minutes, on a machine with an NVIDIA GPU
 	$(BIN)/punica-batch bench all --quick

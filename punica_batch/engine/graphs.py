@@ -6,6 +6,7 @@ A graph reads only what stays in its place: the step buffer, the attention backe
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -52,8 +53,15 @@ class StepGraphs:
         if replay is not None:
             return replay(forward)
         hidden = forward()  # compiles what is not compiled yet: a capture must not
-        self._graphs[key] = self._record(forward)
+        try:
+            self._graphs[key] = self._record(forward)
+        except torch.OutOfMemoryError:  # there is room for the step, but not for its graph
+            self._graphs[key] = _run_as_it_is
         return hidden
+
+
+def _run_as_it_is(forward: Forward) -> Tensor:
+    return forward()
 
 
 class CudaRecorder:
@@ -72,8 +80,11 @@ class CudaRecorder:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 hidden = forward()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with suppress(RuntimeError):  # of a capture that has failed
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         current.wait_stream(self._stream)
 
         def replay(forward: Forward) -> Tensor:
