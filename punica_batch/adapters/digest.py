@@ -23,20 +23,26 @@ from punica_batch.adapters.store import CHUNK_BYTES, FileStamp, Folder
 
 MAX_ENTRIES = 10_000
 _FLUSH_EVERY = 500
+_FLUSH_SECONDS = 5.0  # after the first new entry: a worker is not asked before it ends
 _MAX_CACHE_BYTES = 16 << 20
 # A file written so recently could be written again within the clock's tick: size and time would not tell.
 _SETTLE_SECONDS = 2.0
 
 
 def cache_folder() -> Path:
-    """``PUNICA_BATCH_CACHE``, or ``punica-batch`` in the platform's folder for a user's caches."""
+    """``PUNICA_BATCH_CACHE``, or ``punica-batch`` in the platform's folder for a user's caches; in that for temporary
+    files where the user has no home."""
     chosen = os.environ.get("PUNICA_BATCH_CACHE")
     if chosen:
         return Path(chosen)
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "punica-batch"
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "punica-batch"
+    if base:
+        return Path(base) / "punica-batch"
+    try:
+        home = Path.home()
+    except RuntimeError:
+        return Path(tempfile.gettempdir()) / f"punica-batch-{os.getuid()}"
+    return home / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "punica-batch"
 
 
 def combine(config_sha256: str, weights_sha256: str) -> str:
@@ -45,7 +51,8 @@ def combine(config_sha256: str, weights_sha256: str) -> str:
 
 
 class DigestCache:
-    """File identity and stamp → SHA-256. Usable from several threads; ``with`` writes at the end."""
+    """File identity and stamp → SHA-256. Usable from several threads. Written now and then, and at the end of
+    ``with``."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self._path = (folder or cache_folder()) / "digests.json"
@@ -59,16 +66,21 @@ class DigestCache:
         return str(entry[-1]) if entry is not None and entry[:-1] == _stamp_fields(stamp) else None
 
     def put(self, identity: str, stamp: FileStamp, sha256: str) -> None:
-        if stamp.version is None or (stamp.mtime is not None and time.time() - stamp.mtime < _SETTLE_SECONDS):
+        changed_ns = stamp.changed_ns
+        if stamp.version is None or (changed_ns is not None and time.time() - changed_ns / 1e9 < _SETTLE_SECONDS):
             return
         key, entry = _key(identity), [*_stamp_fields(stamp), sha256]
         with self._lock:
             if self._entries.get(key) == entry:
                 return
             self._entries[key] = self._new[key] = entry
-            is_due = len(self._new) >= _FLUSH_EVERY
-        if is_due:
+            count = len(self._new)
+        if count >= _FLUSH_EVERY:
             self.flush()
+        elif count == 1:
+            timer = threading.Timer(_FLUSH_SECONDS, self.flush)
+            timer.daemon = True
+            timer.start()
 
     def flush(self) -> None:
         """Writes what is new. A cache that cannot be written is left as it is."""
@@ -90,8 +102,10 @@ def file_digest(folder: Folder, name: str, stamp: FileStamp, cache: DigestCache 
     """SHA-256 (hex) of a file that had ``stamp``; None if it has changed since."""
     identity = folder.identity(name)
     known = cache.get(identity, stamp) if cache is not None else None
-    if known is not None and folder.stamp(name) == stamp:
-        return known
+    if cache is not None and known is not None:
+        now = folder.stamp(name)
+        if now is not None and cache.get(identity, now) == known:
+            return known
     digest, scratch = hashlib.sha256(), memoryview(bytearray(min(CHUNK_BYTES, max(stamp.size, 1))))
     count = folder.stream(name, stamp.size, lambda _, length: scratch[:length], digest.update)
     if count != stamp.size or folder.stamp(name) != stamp:
@@ -106,7 +120,7 @@ def _key(identity: str) -> str:
 
 
 def _stamp_fields(stamp: FileStamp) -> list[Any]:
-    return [stamp.size, stamp.version, stamp.inode]
+    return [stamp.size, stamp.version, stamp.inode, stamp.changed_ns]
 
 
 def _read(path: Path) -> dict[str, list[Any]]:
@@ -123,9 +137,9 @@ def _read(path: Path) -> dict[str, list[Any]]:
 
 
 def _is_entry(entry: Any) -> bool:
-    if not isinstance(entry, list) or len(entry) != 4:
+    if not isinstance(entry, list) or len(entry) != 5:
         return False
-    sha256 = entry[3]
+    sha256 = entry[-1]
     return isinstance(sha256, str) and len(sha256) == 64 and all(c in "0123456789abcdef" for c in sha256)
 
 
@@ -140,7 +154,7 @@ def _write(path: Path, new: dict[str, list[Any]]) -> None:
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
     try:
         with os.fdopen(handle, "w") as file:
-            json.dump({"sha256": kept}, file)
+            file.write(json.dumps({"sha256": kept}))  # not dump, which is slow and keeps the interpreter
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)

@@ -243,12 +243,13 @@ def _error(spec: AdapterSpec, sentence: str) -> AdapterError:
 
 def read_config(spec: AdapterSpec, folder: Folder) -> bytes:
     """The config's content. Raises ``AdapterError`` when there is none or it is too large."""
-    stamp = folder.stamp(CONFIG_NAME)
-    if stamp is None:
+    found = folder.read_small(CONFIG_NAME, _MAX_CONFIG_BYTES)
+    if found is None:
         raise _error(spec, f"there is no {CONFIG_NAME}")
+    stamp, content = found
     if stamp.size > _MAX_CONFIG_BYTES:
         raise _error(spec, f"{CONFIG_NAME} has {stamp.size} bytes; at most {_MAX_CONFIG_BYTES} are read")
-    return folder.read(CONFIG_NAME, 0, stamp.size)
+    return content
 
 
 def _parse_config(content: bytes) -> Mapping[str, Any]:

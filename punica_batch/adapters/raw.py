@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from punica_batch.adapters.digest import combine
+from punica_batch.adapters.digest import DigestCache, combine
 from punica_batch.adapters.header import PREFIX_BYTES
 from punica_batch.adapters.peft import WEIGHTS_NAME, files_changed, read_config, weights_stamp
 from punica_batch.adapters.store import FileStamp, Folder
@@ -34,15 +34,29 @@ class RawAdapter:
     def nbytes(self) -> int:
         return self.stamp.size
 
-    def read(self, memory: memoryview) -> None:
-        """Fills ``memory``, ``nbytes`` long. Raises ``AdapterError`` when the file has changed meanwhile."""
-        folder = Folder(self.spec.path, self.storage_options)
-        if folder.read_into(WEIGHTS_NAME, memory) != self.nbytes or folder.stamp(WEIGHTS_NAME) != self.stamp:
-            raise files_changed(self.spec)
+    @property
+    def folder(self) -> Folder:
+        return Folder(self.spec.path, self.storage_options)
 
-    def sha256(self, memory: memoryview) -> str:
-        """The adapter's digest, of the bytes that were read."""
-        return combine(self.config_sha256, hashlib.sha256(memory).hexdigest())
+    def read(self, memory: memoryview) -> FileStamp:
+        """Fills ``memory``, ``nbytes`` long; the file's stamp afterwards. Raises ``AdapterError`` when the file has
+        changed meanwhile."""
+        count, after = self.folder.read_into(WEIGHTS_NAME, memory)
+        if count != self.nbytes or after is None or after != self.stamp:
+            raise files_changed(self.spec)
+        return after
+
+    def sha256(self, memory: memoryview, after: FileStamp, digests: DigestCache | None) -> str:
+        """The adapter's digest, of the bytes that were read, ``after`` which the file had that stamp; ``digests`` may
+        know it, and learn it."""
+        if digests is None or after.changed_ns != self.stamp.changed_ns:
+            return combine(self.config_sha256, hashlib.sha256(memory).hexdigest())
+        identity = self.folder.identity(WEIGHTS_NAME)
+        weights = digests.get(identity, after)
+        if weights is None:
+            weights = hashlib.sha256(memory).hexdigest()
+            digests.put(identity, after, weights)
+        return combine(self.config_sha256, weights)
 
 
 def header_sha256(memory: memoryview) -> str:

@@ -11,8 +11,9 @@ import errno
 import os
 import stat
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -35,12 +36,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class FileStamp:
-    """What tells one content of a path from the next without reading it. ``version`` None: the store gives nothing."""
+    """What tells one content of a path from the next without reading it. ``version`` None: the store gives nothing.
+
+    ``changed_ns``: a local file's ctime, nanoseconds since 1970: no one can set it back, as one can the time in
+    ``version``, but a new link or mode moves it as well: it tells whether a remembered digest still holds, not whether
+    two stamps are of one content.
+    """
 
     size: int
     version: str | None
     inode: int | None = None
-    mtime: float | None = None  # seconds since 1970; local files only
+    changed_ns: int | None = field(default=None, compare=False)
 
 
 class Folder:
@@ -105,11 +111,22 @@ class Folder:
 
         return self._retry(name, read)
 
-    def read_into(self, name: str, memory: memoryview) -> int:
+    def read_small(self, name: str, most: int) -> tuple[FileStamp, bytes] | None:
+        """A file's stamp and content, which is left out where it has more than ``most`` bytes. None: no such file."""
+        if not is_remote(self.url):
+            return self._retry(name, lambda fs, path: _read_small(path, most))
+        stamp = self.stamp(name)
+        if stamp is None:
+            return None
+        return stamp, self.read(name, 0, stamp.size) if stamp.size <= most else b""
+
+    def read_into(self, name: str, memory: memoryview) -> tuple[int, FileStamp | None]:
         """Fills ``memory`` with the file's first bytes, a local file's in as few calls as there can be, as each takes a
-        turn at the interpreter's lock. Returns how many bytes there are, as ``stream`` does."""
+        turn at the interpreter's lock. Returns how many bytes there are, at most ``len(memory) + 1``, and the stamp
+        that the file has then."""
         if is_remote(self.url):
-            return self.stream(name, len(memory), lambda at, length: memory[at : at + length], lambda piece: None)
+            count = self.stream(name, len(memory), lambda at, length: memory[at : at + length], lambda piece: None)
+            return count, self.stamp(name)
         return self._retry(name, lambda fs, path: _read_into(path, memory))
 
     def identity(self, name: str) -> str:
@@ -118,7 +135,6 @@ class Folder:
         return str(fs.unstrip_protocol(join(root, name)))
 
     def _retry(self, name: str, action: Callable[[Any, str], T]) -> T:
-        where = self.shown(name)
         for pause in (*RETRY_PAUSES, None):
             try:
                 fs, root = connect(self.url, self._options)
@@ -126,6 +142,7 @@ class Folder:
             except PunicaError:
                 raise
             except Exception as exc:
+                where = self.shown(name)
                 if is_lasting(exc):
                     raise AdapterError(f"{where}: {reason(exc)}") from exc
                 if pause is None:
@@ -200,20 +217,50 @@ def _local_stamp(path: str) -> FileStamp | None:
         status = os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    if not stat.S_ISREG(status.st_mode):  # opening a FIFO would wait for ever
+    return _stamp_of(path, status)
+
+
+def _stamp_of(path: str, status: os.stat_result) -> FileStamp:
+    if not stat.S_ISREG(status.st_mode):
         raise AdapterError(f"{redact(path)}: not a regular file")
-    return FileStamp(status.st_size, str(status.st_mtime_ns), status.st_ino, status.st_mtime)
+    return FileStamp(status.st_size, str(status.st_mtime_ns), status.st_ino, status.st_ctime_ns)
 
 
-def _read_into(path: str, memory: memoryview) -> int:
+@contextmanager
+def _opened(path: str) -> Iterator[int]:
+    """Its descriptor. A FIFO does not hold this up."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _read_small(path: str, most: int) -> tuple[FileStamp, bytes] | None:
+    try:
+        with _opened(path) as file:
+            stamp = _stamp_of(path, os.fstat(file))
+            content = bytearray(stamp.size if stamp.size <= most else 0)
+            return stamp, bytes(content[: _fill(file, memoryview(content))])
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _read_into(path: str, memory: memoryview) -> tuple[int, FileStamp]:
+    with _opened(path) as file:
+        count = _fill(file, memory)
+        stamp = _stamp_of(path, os.fstat(file))
+        return min(stamp.size, count + 1) if count == len(memory) else count, stamp
+
+
+def _fill(descriptor: int, memory: memoryview) -> int:
     done = 0
-    with open(path, "rb", buffering=0) as file:
-        while done < len(memory):
-            count = file.readinto(memory[done:])
-            if not count:
-                return done
-            done += count
-        return done + len(file.read(1) or b"")
+    while done < len(memory):
+        count = os.readv(descriptor, [memory[done:]])
+        if not count:
+            break
+        done += count
+    return done
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:

@@ -180,14 +180,23 @@ class Engine:
                 self._scheduler.finish(sequence)
 
     def _take_smaller_steps(self, num_tokens: int, error: torch.OutOfMemoryError) -> None:
-        """After a step of ``num_tokens`` rows that did not fit: it is planned anew, with half of them at most."""
+        """After a step of ``num_tokens`` rows that did not fit: it is planned anew, with half of them at most, at the
+        last with half of the sequences."""
+        # The next plan may take up what this one preempted, whose tokens must be known by then; and as there is no
+        # step between, it would overwrite what the step under way was planned with.
+        while self._under_way:
+            self._collect(*self._under_way.popleft())
         scheduler = self._scheduler
-        if scheduler.max_num_batched_tokens == self.settings.max_num_seqs:
+        if scheduler.max_num_batched_tokens > scheduler.max_num_seqs:
+            scheduler.max_num_batched_tokens = max(num_tokens // 2, scheduler.max_num_seqs)
+        elif scheduler.max_num_seqs > 1:
+            scheduler.max_num_seqs //= 2
+            scheduler.max_num_batched_tokens = scheduler.max_num_seqs
+            scheduler.preempt(scheduler.max_num_seqs)
+        else:
             raise JobError(
-                f"the GPU's memory does not hold a step of {num_tokens} tokens: lower --max-num-seqs or "
-                "--gpu-memory-utilization"
+                "the GPU's memory does not hold a step of one sequence: free it, or lower --gpu-memory-utilization"
             ) from error
-        scheduler.max_num_batched_tokens = max(num_tokens // 2, self.settings.max_num_seqs)
         torch.cuda.empty_cache()
 
     def _collect(self, sequences: list[Sequence], pending: PendingStep) -> None:

@@ -15,6 +15,9 @@ from torch import Tensor
 
 from punica_batch.scheduler.padding import StepShape
 
+# More than the steps of a job mostly have; what comes after runs as it is. A graph of a 7B model's step takes some MiB.
+MAX_GRAPHS = 256
+
 Forward = Callable[[], Tensor]
 Replay = Callable[[Forward], Tensor]
 
@@ -53,6 +56,8 @@ class StepGraphs:
         if replay is not None:
             return replay(forward)
         hidden = forward()  # compiles what is not compiled yet: a capture must not
+        if len(self._graphs) >= MAX_GRAPHS:
+            return hidden
         try:
             self._graphs[key] = self._record(forward)
         except torch.OutOfMemoryError:  # there is room for the step, but not for its graph

@@ -31,19 +31,36 @@ class NoRoom(Exception):
 class Arena:
     """Intervals of [0, ``size``), best fit. For use by several threads.
 
-    What is freed ``after`` an event may be used again once that event is over.
+    What is freed ``after`` an event may be used again once that event is over. Room may be reserved under a name: then
+    it is what others may not reserve, until that name allocates or ``cancel`` is called.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._free = _Intervals(size)
         self._pending: deque[tuple[Event, int, int]] = deque()
+        self._reserved: dict[str, int] = {}
         self._lock = threading.Lock()
 
-    def allocate(self, nbytes: int) -> int:
+    def reserve(self, name: str, nbytes: int) -> bool:
+        """Whether ``nbytes`` beside all that is reserved will be free once all that is being freed is. They need not be
+        in one piece: ``allocate`` may still raise ``NoRoom``."""
+        with self._lock:
+            if nbytes + sum(self._reserved.values()) > self._free.total + self._pending_bytes():
+                return False
+            self._reserved[name] = nbytes
+            return True
+
+    def cancel(self, name: str) -> None:
+        """What ``name`` has reserved, if anything, is free again."""
+        with self._lock:
+            self._reserved.pop(name, None)
+
+    def allocate(self, nbytes: int, name: str) -> int:
         """Where ``nbytes`` lie. Waits for what is being freed if need be; raises ``NoRoom`` if that is not enough."""
         while True:
             with self._lock:
+                self._reserved.pop(name, None)
                 self._collect()
                 start = self._free.take(nbytes)
                 if start is not None:
@@ -60,17 +77,14 @@ class Arena:
             else:
                 self._pending.append((after, start, start + nbytes))
 
-    def fits(self, nbytes: int, reserved: int) -> bool:
-        """Whether ``nbytes`` beside ``reserved`` others will be free once all that is being freed is."""
-        with self._lock:
-            pending = sum(stop - start for _, start, stop in self._pending)
-            return nbytes + reserved <= self._free.total + pending
-
     @property
     def free_bytes(self) -> int:
         """What is being freed included."""
         with self._lock:
-            return self._free.total + sum(stop - start for _, start, stop in self._pending)
+            return self._free.total + self._pending_bytes()
+
+    def _pending_bytes(self) -> int:
+        return sum(stop - start for _, start, stop in self._pending)
 
     def _collect(self) -> None:
         """Events are of one stream: the first that is not over ends the search."""

@@ -11,6 +11,7 @@ from punica_batch_kernels.sgmv.slot_table import SlotTables
 from punica_batch_kernels.sgmv.types import LoraGroup, SlotWeights
 from torch import Tensor
 
+from punica_batch.adapters.digest import DigestCache
 from punica_batch.adapters.peft import (
     AdapterFiles,
     LoadedAdapter,
@@ -94,21 +95,26 @@ def pack_adapter(adapter: LoadedAdapter, num_layers: int, dtype: torch.dtype) ->
     return packed
 
 
-def adapter_loader(settings: EngineSettings, model: LlamaModel) -> Callable[[str], PackedAdapter]:
-    """What ``LoraStore`` runs on its threads for a model in host memory: files → checked tensors → packed buffer."""
+def adapter_loader(
+    settings: EngineSettings, model: LlamaModel, digests: DigestCache | None = None
+) -> Callable[[str], PackedAdapter]:
+    """What ``LoraStore`` runs on its threads for a model in host memory: files → checked tensors → packed buffer.
+    Every load digests what it reads; ``digests`` are told."""
     shapes = model.config.lora_modules()
 
     def load(lora_id: str) -> PackedAdapter:
         files = inspect_adapter(settings.adapters[lora_id], settings.storage_options)
         check_rank(files, settings.max_lora_rank)
-        return pack_files(files, bind_adapter(files, shapes), model)
+        return pack_files(files, bind_adapter(files, shapes), model, digests)
 
     return load
 
 
-def pack_files(files: AdapterFiles, bound: Mapping[str, LoraModule], model: LlamaModel) -> PackedAdapter:
+def pack_files(
+    files: AdapterFiles, bound: Mapping[str, LoraModule], model: LlamaModel, digests: DigestCache | None = None
+) -> PackedAdapter:
     """Reads the weights and packs them in host memory. Raises ``AdapterError`` or ``StoreAway``."""
-    adapter = load_adapter(files, bound)
+    adapter = load_adapter(files, bound, digests)
     _check_base_copies(adapter, {EMBEDDING: model.embed_tokens, LM_HEAD: model.lm_head.weight})
     return pack_adapter(adapter, model.config.num_hidden_layers, model.dtype)
 

@@ -8,6 +8,7 @@ import torch
 from punica_batch_kernels.sgmv.slot_table import SlotTables
 from torch import Tensor
 
+from punica_batch.adapters.digest import DigestCache
 from punica_batch.engine.lora_layout import ALIGN
 from punica_batch.engine.lora_pack import adapter_loader, groups_of
 from punica_batch.engine.lora_store import LoraStore
@@ -17,8 +18,6 @@ from punica_batch.models.config import ModelConfig
 from punica_batch.models.llama import LlamaModel
 from punica_batch.models.lora import ModelLora
 
-# Of the cores that a worker may use: digesting takes a core 1.5 to 2 GB/s, the link takes 50.
-_THREADS_SHARE = 0.75
 _MAX_THREADS = 16
 # Of the memory that is free once the weights are there, where nobody has planned it.
 _UNPLANNED_SHARE = 0.25
@@ -30,14 +29,17 @@ _STAGING_BYTES = 96 << 20
 def make_lora_store(settings: EngineSettings, model: LlamaModel) -> LoraStore:
     """An empty store for a model that is on the settings' device. On a GPU the adapters' memory is reserved here."""
     model_lora = ModelLora.empty(model.config, settings.max_loras)
+    digests = DigestCache() if settings.trust_stamps else None
     if model.device.type != "cuda":
-        loader = adapter_loader(settings, model)
+        loader = adapter_loader(settings, model, digests)
         return LoraStore(model_lora, loader, max_loras=settings.max_loras, read_ahead=settings.read_ahead)
     tables = SlotTables(groups_of(model_lora), settings.max_lora_rank, model.dtype, model.device)
     num_threads = loading_threads()
     read_ahead = max(settings.read_ahead, num_threads)
     memory = _reserve(settings, model, read_ahead)
-    device_loader = DeviceLoader(settings, model, tables, memory, num_threads, staging_bytes=_staging_bytes(memory))
+    device_loader = DeviceLoader(
+        settings, model, tables, memory, num_threads, staging_bytes=_staging_bytes(memory), digests=digests
+    )
     return LoraStore(
         model_lora, device_loader, max_loras=settings.max_loras, read_ahead=read_ahead, num_threads=num_threads,
         tables=tables, arena=device_loader.arena,
@@ -45,8 +47,9 @@ def make_lora_store(settings: EngineSettings, model: LlamaModel) -> LoraStore:
 
 
 def loading_threads() -> int:
+    """All cores that this process may use but the engine thread's: digesting takes a core 1.3 GB/s, the link 50."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(max(int(cores * _THREADS_SHARE), 2), _MAX_THREADS)
+    return min(max(cores - 1, 2), _MAX_THREADS)
 
 
 def _reserve(settings: EngineSettings, model: LlamaModel, read_ahead: int) -> Tensor:

@@ -8,18 +8,15 @@ the one that the steps run on.
 
 from __future__ import annotations
 
-import threading
-import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
-from punica_batch_kernels.native.openmp import use_one_thread
 from punica_batch_kernels.sgmv.slot_table import SlotTables
 
 from punica_batch.engine.device_errors import is_device_error
 from punica_batch.engine.lora_arena import Arena, NoRoom
-from punica_batch.engine.lora_types import LoadedLora, LoadStats
+from punica_batch.engine.lora_loads import Loads
+from punica_batch.engine.lora_types import LoadedLora, LoadStats, row_error
 from punica_batch.errors import AdapterError, Interrupted, RowError
 from punica_batch.models.lora import ModelLora
 
@@ -33,7 +30,8 @@ class LoraStore:
     Eviction frees a slot at once: a step that is enqueued later finds there what was put there before it.
 
     ``tables``: where the device kernels look the slots up, kept up to date here. ``arena``: bytes that ``load`` takes
-    from; adapters that nothing runs on go, the least recently used first, when a load needs room there.
+    from, under the adapter's name; adapters that nothing runs on go, the least recently used first, when a load needs
+    room there.
     """
 
     def __init__(
@@ -51,7 +49,6 @@ class LoraStore:
         self.failures: dict[str, RowError] = {}
         self._tables = tables
         self._arena = arena
-        self._load = load
         self._max_loras = max_loras
         self._read_ahead = read_ahead
         self._free = list(range(max_loras - 1, -1, -1))
@@ -60,16 +57,14 @@ class LoraStore:
         self._pins: Counter[str] = Counter()
         self._awaited: set[str] = set()  # of _slots: asked for, and not pinned yet
         self._planned: dict[str, None] = {}  # to be read ahead, in order
-        self._loads: dict[str, Future[LoadedLora]] = {}  # started, not yet in a slot, oldest first
+        self._loads = Loads(load, num_threads)
+        self._loaded: dict[str, LoadedLora] = {}  # in no slot yet, oldest first
         self._requested: dict[str, None] = {}  # go into a slot as soon as they can; started where there was room
         self._sha256: dict[str, str] = {}
         self._nbytes: dict[str, int] = {}  # of what has been loaded
         self._usual_nbytes = 0  # expected of others: as the last one
         self._changes = 0  # of what could give room
-        self._stuck_at = (-1, 0, 0)  # the ``_state`` in which there was none
-        self._stats = LoadStats()
-        self._stats_lock = threading.Lock()
-        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="lora-load", initializer=use_one_thread)
+        self._stuck_at = (-1, 0)  # the ``_state`` in which there was none
 
     # -- the scheduler's questions (AdapterSlots) --
 
@@ -84,7 +79,7 @@ class LoraStore:
             return
         self._planned.pop(lora_id, None)
         self._requested[lora_id] = None
-        if lora_id not in self._loads:
+        if not self._is_started(lora_id):
             self._make_room()
             self._start_requested()
 
@@ -120,43 +115,42 @@ class LoraStore:
 
     @property
     def stats(self) -> LoadStats:
-        with self._stats_lock:
-            return self._stats
+        return self._loads.stats
 
     def prefetch(self, lora_ids: Iterable[str]) -> None:
         """Adapters that rows will need, in the order in which they will; read ahead as far as ``read_ahead`` allows."""
         for lora_id in lora_ids:
-            known = (self._slots, self._loads, self._requested, self.failures)
-            if not any(lora_id in where for where in known):
+            if not self._is_known(lora_id):
                 self._planned[lora_id] = None
         self._start_planned()
 
     def poll(self) -> list[str]:
         """Puts what was asked for and has been loaded into slots. Answers the adapters found unusable since the last
         call, which are now in ``failures``. Raises ``Interrupted`` (``StoreAway``) when a store cannot be reached."""
-        done = [(lora_id, load) for lora_id, load in self._loads.items() if load.done()]
-        failed = [
-            lora_id for lora_id, load in done if not self._lacks_room(lora_id, load) and self._failed(lora_id, load)
-        ]
-        for lora_id in list(self._requested):
-            load = self._loads.get(lora_id)
-            if load is not None and load.done() and (slot := self._take_slot()) is not None:
-                self._forget(lora_id)
-                self._fill(lora_id, slot, load.result())
+        failed = []
+        while (ended := self._loads.take()) is not None:
+            lora_id, outcome = ended
+            self._changes += 1
+            if isinstance(outcome, NoRoom):
+                self._try_again(lora_id, outcome.nbytes)
+            elif (error := self._error(lora_id, outcome)) is not None:
+                self._fail(lora_id, error)
+                failed.append(lora_id)
+        for lora_id in [i for i in self._requested if i in self._loaded]:
+            slot = self._take_slot()
+            if slot is None:
+                break
+            self._fill(lora_id, slot)
         self._start_requested()
         self._start_planned()
         return failed
 
     def wait(self, timeout: float) -> None:
-        """Returns when an adapter that was asked for has been loaded, or after ``timeout`` seconds."""
-        requested = [self._loads[lora_id] for lora_id in self._requested if lora_id in self._loads]
-        if requested:
-            wait(requested, timeout, return_when=FIRST_COMPLETED)
-        else:
-            time.sleep(timeout)
+        """Returns when a load has ended, or after ``timeout`` seconds."""
+        self._loads.wait(timeout)
 
     def close(self) -> None:
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        self._loads.close()
 
     def check_integrity(self) -> None:
         """Asserts what must hold between any two calls. For tests."""
@@ -166,45 +160,44 @@ class LoraStore:
         assert set(self._weights) == set(self._slots)
         assert self._awaited <= set(self._slots) - set(self._pins)
         assert not set(self._requested) & set(self._slots)
-        assert not set(self._loads) & set(self._slots)
-        assert not (set(self._planned) | set(self._loads) | set(self._slots)) & set(self.failures)
+        started = self._loads.under_way | set(self._loaded)
+        assert len(started) == len(self._loads) + len(self._loaded)
+        assert not started & set(self._slots)
+        assert not (set(self._planned) | started | set(self._slots)) & set(self.failures)
 
     # -- private --
 
-    def _start(self, lora_id: str) -> None:
-        """Begins a load if the device has room for it, or can have."""
-        if self._has_room(lora_id):
-            self._loads[lora_id] = self._executor.submit(self._timed_load, lora_id)
+    def _is_started(self, lora_id: str) -> bool:
+        return lora_id in self._loads or lora_id in self._loaded
 
-    def _timed_load(self, lora_id: str) -> LoadedLora:
-        began = time.perf_counter()
-        loaded = self._load(lora_id)
-        took = time.perf_counter() - began
-        with self._stats_lock:
-            old = self._stats
-            self._stats = LoadStats(old.adapters + 1, old.bytes_copied + loaded.bytes_copied, old.seconds + took)
-            self._nbytes[lora_id] = self._usual_nbytes = loaded.nbytes
-        return loaded
+    def _is_known(self, lora_id: str) -> bool:
+        """Whether it need not be planned."""
+        where = (self._slots, self._requested, self._loads, self._loaded, self.failures)
+        return any(lora_id in each for each in where)
+
+    def _start(self, lora_id: str) -> bool:
+        """Begins a load if the device has room for it, or can have."""
+        if not self._has_room(lora_id):
+            return False
+        self._loads.start(lora_id)
+        return True
 
     def _start_requested(self) -> None:
         """In order: a small adapter does not overtake a large one that waits for room."""
         for lora_id in self._requested:
-            if lora_id not in self._loads:
-                self._start(lora_id)
-                if lora_id not in self._loads:
-                    return
+            if not self._is_started(lora_id) and not self._start(lora_id):
+                return
 
     def _start_planned(self) -> None:
-        if any(lora_id not in self._loads for lora_id in self._requested):
+        if not all(map(self._is_started, self._requested)):
             return  # what is free, and what becomes so, is theirs
-        while self._planned and len(self._loads.keys() - self._requested) < self._read_ahead:
+        started = len(self._loads) + len(self._loaded) - len(self._requested)
+        while self._planned and started < self._read_ahead:
             lora_id = next(iter(self._planned))
-            if any(lora_id in where for where in (self._slots, self._loads, self._requested, self.failures)):
-                del self._planned[lora_id]
-                continue
-            self._start(lora_id)
-            if lora_id not in self._loads:
-                return
+            if not self._is_known(lora_id):
+                if not self._start(lora_id):
+                    return
+                started += 1
             del self._planned[lora_id]
 
     def _make_room(self) -> None:
@@ -215,29 +208,22 @@ class LoraStore:
 
     def _staged(self) -> list[str]:
         """Loaded, and asked for by no one, oldest first."""
-        return [
-            i for i, load in self._loads.items() if i not in self._requested and load.done() and not load.exception()
-        ]
+        return [lora_id for lora_id in self._loaded if lora_id not in self._requested]
 
     def _drop(self, lora_id: str) -> None:
-        self._loads.pop(lora_id).result().release(was_installed=False)
+        self._loaded.pop(lora_id).release(was_installed=False)
         self._changes += 1
 
     def _has_room(self, lora_id: str) -> bool:
-        """Whether the arena has, or now gets, the bytes that this adapter is expected to take."""
+        """Whether the arena keeps, or now gets, the bytes that this adapter is expected to take."""
         if self._arena is None:
             return True
         if self._stuck_at == self._state():
             return False
-        loading = [i for i, load in self._loads.items() if not load.done()]
-        reserved = sum(self._expected(i) for i in loading)
-        while not self._arena.fits(self._expected(lora_id), reserved):
+        while not self._arena.reserve(lora_id, self._nbytes.get(lora_id, self._usual_nbytes)):
             if not self._give_way(lora_id):
                 return False
         return True
-
-    def _expected(self, lora_id: str) -> int:
-        return self._nbytes.get(lora_id, self._usual_nbytes)
 
     def _give_way(self, lora_id: str) -> bool:
         """Frees another's bytes for an adapter: those of one that nothing runs on; for one that was asked for also what
@@ -254,10 +240,6 @@ class LoraStore:
         else:
             return False
         return True
-
-    def _forget(self, lora_id: str) -> None:
-        del self._loads[lora_id]
-        self._requested.pop(lora_id, None)
 
     def _take_slot(self) -> int | None:
         """A free slot, else that of the least recently used adapter that nothing runs on."""
@@ -276,7 +258,9 @@ class LoraStore:
         self._changes += 1
         return slot
 
-    def _fill(self, lora_id: str, slot: int, loaded: LoadedLora) -> None:
+    def _fill(self, lora_id: str, slot: int) -> None:
+        loaded = self._loaded.pop(lora_id)
+        del self._requested[lora_id]
         loaded.install(self.model_lora, slot, self._tables)
         self._slots[lora_id] = slot
         self._awaited.add(lora_id)
@@ -284,44 +268,34 @@ class LoraStore:
         self._sha256[lora_id] = loaded.sha256
         self._changes += 1
 
-    def _lacks_room(self, lora_id: str, load: Future[LoadedLora]) -> bool:
-        """Whether a load ended for lack of room; then others give way if they can, and it is due again."""
-        error = load.exception()
-        if not isinstance(error, NoRoom):
-            return False
-        del self._loads[lora_id]
-        self._nbytes[lora_id] = error.nbytes
+    def _try_again(self, lora_id: str, nbytes: int) -> None:
+        """After a load that ended for lack of room: others give way if they can, and it is due again."""
+        self._nbytes[lora_id] = nbytes
         if lora_id not in self._requested:
             self._planned = {lora_id: None, **self._planned}
         if not self._give_way(lora_id):
             self._stuck_at = self._state()
-        return True
 
-    def _state(self) -> tuple[int, int, int]:
+    def _state(self) -> tuple[int, int]:
         """Differs once there may be more room than before: something has gone, or may go."""
-        return self._changes, sum(load.done() for load in self._loads.values()), len(self._requested)
+        return self._changes, len(self._requested)
 
-    def _failed(self, lora_id: str, load: Future[LoadedLora]) -> bool:
-        """Notes what a load failed of, if it did."""
-        error = load.exception()
-        if error is None:
-            known = self._sha256.get(lora_id)
-            if known is None or load.result().sha256 == known:
-                return False
-            error = AdapterError(f"adapter {lora_id!r}: its files have changed since its first rows ran")
-            load.result().release(was_installed=False)
-        if isinstance(error, Interrupted) or is_device_error(error):
-            raise error
-        self._forget(lora_id)
-        self._changes += 1
-        self.failures[lora_id] = _row_error(lora_id, error)
-        return True
+    def _error(self, lora_id: str, outcome: LoadedLora | BaseException) -> BaseException | None:
+        """What a load failed of; else the adapter is there. Raises what is no one adapter's fault."""
+        if self._arena is not None:
+            self._arena.cancel(lora_id)
+        if isinstance(outcome, BaseException):
+            if isinstance(outcome, Interrupted) or is_device_error(outcome):
+                raise outcome
+            return outcome
+        if self._sha256.get(lora_id, outcome.sha256) != outcome.sha256:
+            outcome.release(was_installed=False)
+            return AdapterError(f"adapter {lora_id!r}: its files have changed since its first rows ran")
+        self._nbytes[lora_id] = self._usual_nbytes = outcome.nbytes
+        self._loaded[lora_id] = outcome
+        return None
 
-
-def _row_error(lora_id: str, error: BaseException) -> RowError:
-    if isinstance(error, RowError):
-        return error
-    if isinstance(error, AdapterError):
-        return RowError("adapter_unreadable", str(error))
-    # A fault that nobody foresaw, in this one adapter: its rows fail, the engine goes on.
-    return RowError("adapter_unreadable", f"adapter {lora_id!r} cannot be loaded ({type(error).__name__})")
+    def _fail(self, lora_id: str, error: BaseException) -> None:
+        """Its rows end, and it is not tried again."""
+        self._requested.pop(lora_id, None)
+        self.failures[lora_id] = row_error(lora_id, error)

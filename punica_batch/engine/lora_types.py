@@ -1,4 +1,4 @@
-"""What loading an adapter yields, and what it counts."""
+"""What loading an adapter yields, what it counts, and what its rows fail of when it fails."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Protocol
 
 from punica_batch_kernels.sgmv.slot_table import SlotTables
 
+from punica_batch.errors import AdapterError, RowError
 from punica_batch.models.lora import ModelLora
 
 
@@ -37,3 +38,13 @@ class LoadStats:
     adapters: int = 0
     bytes_copied: int = 0
     seconds: float = 0.0
+
+
+def row_error(lora_id: str, error: BaseException) -> RowError:
+    """What the rows of an adapter that cannot be loaded end with."""
+    if isinstance(error, RowError):
+        return error
+    if isinstance(error, AdapterError):
+        return RowError("adapter_unreadable", str(error))
+    # A fault that nobody foresaw, in this one adapter: its rows fail, the engine goes on.
+    return RowError("adapter_unreadable", f"adapter {lora_id!r} cannot be loaded ({type(error).__name__})")

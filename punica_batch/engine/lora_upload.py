@@ -1,9 +1,10 @@
 """Adapters onto a device at the rate of reading and digesting them: their files' bytes go over as they are.
 
 A thread reads a file into pinned memory, one copy takes it to the device, one kernel launch brings it into the packed
-layout there, and while that runs beside the steps the thread digests the same bytes. Little of it is Python, as the
+layout there, and the thread digests the same bytes unless it knows their digest. Little of it is Python, as the
 engine's own thread needs the interpreter every few milliseconds: what can be known of an adapter from its config and
-header is worked out once for all that share them.
+header is worked out once for all that share them, and a file is read and digested in one piece each, as every call
+that lets go of the interpreter has to get it back.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from punica_batch_kernels.sgmv.slot_table import GroupLayout, RowTemplate, SlotT
 from punica_batch_kernels.sgmv.types import SlotWeights
 from torch import Tensor
 
+from punica_batch.adapters.digest import DigestCache
 from punica_batch.adapters.peft import (
     AdapterFiles,
     LoraModule,
@@ -31,6 +33,7 @@ from punica_batch.adapters.peft import (
     inspect_adapter,
 )
 from punica_batch.adapters.raw import RawAdapter, header_sha256
+from punica_batch.adapters.store import FileStamp
 from punica_batch.engine.lora_arena import Arena
 from punica_batch.engine.lora_layout import LM_HEAD, AdapterLayout, EmbeddingLayout, adapter_layout
 from punica_batch.engine.lora_pack import check_rank, overflows, pack_files
@@ -104,6 +107,7 @@ class Uploader:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._stream.wait_stream(torch.cuda.current_stream(device))
             self._flag_host = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+            self._flag_seen = self._flag_host.numpy()
             self._done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
 
     def upload(self, raw: Tensor, packed: Tensor, moves: tuple[Move, ...], work: tuple[Work, ...]) -> bool:
@@ -122,7 +126,7 @@ class Uploader:
             self._flag_host.copy_(self._flag, non_blocking=True)
             self._done.record()
             self._done.synchronize()
-            is_finite = not bool(self._flag_host)
+            is_finite = not self._flag_seen[0]
             if not is_finite:
                 self._flag.zero_()
         return is_finite
@@ -138,7 +142,8 @@ class Uploader:
 
 
 class DeviceLoader:
-    """What ``LoraStore`` runs on ``num_threads`` threads; ``arena`` hands out bytes of ``memory``.
+    """What ``LoraStore`` runs on ``num_threads`` threads; ``arena`` hands out bytes of ``memory``. ``digests``: those
+    that are known, and are made known; None: every file is digested at every load.
 
     Raises ``NoRoom`` where adapters have to go first, else as ``LoraStore``'s ``load``.
     """
@@ -152,12 +157,14 @@ class DeviceLoader:
         num_threads: int,
         *,
         staging_bytes: int = 0,
+        digests: DigestCache | None = None,
     ) -> None:
         self.arena = Arena(memory.nbytes)
         self._settings = settings
         self._model = model
         self._tables = tables
         self._memory = memory
+        self._digests = digests
         self._shapes = model.config.lora_modules()
         self._plans: OrderedDict[tuple[str, str, int], Plan] = OrderedDict()
         self._lock, self._growing = threading.Lock(), threading.Lock()
@@ -179,21 +186,21 @@ class DeviceLoader:
                     return self._load_by_host(self._inspect(raw))
                 buffer.reserve(raw.nbytes)
             memory = buffer.memory(raw.nbytes)
-            raw.read(memory)
+            after = raw.read(memory)
             plan = self._plan(raw, memory)
             if plan.layout.moves is None:
                 return self._load_by_host(self._inspect(raw))
-            return self._load(raw, plan, buffer, memory)
+            return self._load(raw, plan, buffer, after)
         finally:
             self._buffers.put(buffer)
 
-    def _load(self, raw: RawAdapter, plan: Plan, buffer: PinnedBuffer, memory: memoryview) -> DeviceAdapter:
-        """From the bytes in ``buffer``."""
+    def _load(self, raw: RawAdapter, plan: Plan, buffer: PinnedBuffer, after: FileStamp) -> DeviceAdapter:
+        """From the bytes in ``buffer``, ``after`` whose reading the file had that stamp."""
         moves, header_bytes = plan.layout.moves, plan.files.header_bytes
         assert moves is not None
 
         def fill(packed: Tensor) -> str:
-            data = buffer.tensor(raw.nbytes)[header_bytes:]
+            memory, data = buffer.memory(raw.nbytes), buffer.tensor(header_bytes, raw.nbytes)
             uploader = self._uploaders.get()
             try:
                 is_finite = uploader.upload(data, packed, moves, plan.work)
@@ -202,13 +209,13 @@ class DeviceLoader:
             if not is_finite:
                 check_finite(plan.files, plan.bound, np.asarray(memory)[header_bytes:], raw.spec)
                 raise overflows(raw.spec.name, self._model.dtype)
-            return raw.sha256(memory)
+            return raw.sha256(memory, after, self._digests)
 
         return self._place(raw.spec.name, plan, fill, raw.nbytes - header_bytes)
 
     def _load_by_host(self, plan: Plan) -> DeviceAdapter:
         """Packed in host memory first, where the layout says so."""
-        packed = pack_files(plan.files, plan.bound, self._model)
+        packed = pack_files(plan.files, plan.bound, self._model, self._digests)
 
         def fill(target: Tensor) -> str:
             uploader = self._uploaders.get()
@@ -229,7 +236,7 @@ class DeviceLoader:
                 f"adapter {name!r}: its weights take {nbytes:,} bytes, and this engine keeps {self.arena.size:,} for "
                 "adapters: raise max_loras"
             )
-        start = self.arena.allocate(nbytes)
+        start = self.arena.allocate(nbytes, name)
         try:
             packed = self._memory[start // item : start // item + plan.layout.size]
             sha256 = fill(packed)

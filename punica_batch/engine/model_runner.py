@@ -76,13 +76,7 @@ class ModelRunner:
     def execute(self, arrays: BatchArrays) -> PendingStep:
         """Computes the rows' keys and values into the cache and samples one token for each of ``arrays.sampled``."""
         sampling = self._sampling(arrays.sampled)
-        arrays, shape = self._shaped(arrays)
-        if shape is None:
-            hidden, inputs, segments = self._as_it_is(arrays)
-        else:
-            hidden, inputs = self._in_shape(arrays, shape)
-            hidden, segments = hidden.index_select(0, inputs.logits_rows), None
-        logits = self.model.logits(hidden, segments, self._lora_store.model_lora)
+        logits, inputs = self._logits(arrays)
         output = SamplerOutput(*greedy(logits)) if sampling.greedy_only else sample(logits, sampling)
         self._buffer.last_tokens.index_copy_(0, inputs.seats, output.token_ids)
         return PendingStep(sampling, *_to_host(output))
@@ -111,19 +105,17 @@ class ModelRunner:
             families = [(), *common_families(shape.num_tokens)] if settings.adapters else [()]
             for family in families:
                 self._in_shape(arrays, shape, [(block_m, np.zeros((n, 4), np.int32)) for block_m, n in family])
+                torch.cuda.synchronize(self.model.device)  # plans may be at most one step ahead
 
-    @torch.inference_mode()
-    def forward_logits(self, arrays: BatchArrays) -> Tensor:
-        """As ``execute``, but answers the logits of every row, float32 [T, V], and samples nothing."""
-        shaped, shape = self._shaped(arrays)
+    def _logits(self, arrays: BatchArrays) -> tuple[Tensor, StepInputs]:
+        """Of ``arrays.logits_rows``, [R, vocab] of the model's dtype; and what the step was sent as."""
+        arrays, shape = self._shaped(arrays)
         if shape is None:
-            hidden, _, segments = self._as_it_is(arrays, all_rows=True)
+            hidden, inputs, segments = self._as_it_is(arrays)
         else:
-            hidden, segments = self._in_shape(shaped, shape)[0], None
-            rows = torch.arange(arrays.num_tokens)
-            rows[arrays.num_prefill_tokens :] += shaped.num_prefill_tokens - arrays.num_prefill_tokens
-            hidden = hidden.index_select(0, rows.to(hidden.device))
-        return self.model.logits(hidden, segments, self._lora_store.model_lora).float()
+            hidden, inputs = self._in_shape(arrays, shape)
+            hidden, segments = hidden.index_select(0, inputs.logits_rows), None
+        return self.model.logits(hidden, segments, self._lora_store.model_lora), inputs
 
     def _shaped(self, arrays: BatchArrays) -> tuple[BatchArrays, StepShape | None]:
         """The step filled up to a shape, where it is one to be recorded."""
@@ -138,24 +130,22 @@ class ModelRunner:
         """Whether an adapter adds to the embedding or the head as well, outside what a graph holds."""
         return lora_id is not None and self._lora_store.model_lora.touches_ends(self._lora_store.slot(lora_id))
 
-    def _as_it_is(self, arrays: BatchArrays, *, all_rows: bool = False) -> tuple[Tensor, StepInputs, Segments]:
-        """A step's final hidden states [R, hidden], of ``arrays.logits_rows`` (with ``all_rows`` of all rows); what it
-        was sent as; and those rows' segments."""
+    def _as_it_is(self, arrays: BatchArrays) -> tuple[Tensor, StepInputs, Segments]:
+        """A step's final hidden states [R, hidden], of ``arrays.logits_rows``; what it was sent as; and those rows'
+        segments."""
         slots, kept_slots = self._slots(arrays.segment_lora_ids), self._slots(arrays.logits_segment_lora_ids)
         tiles = self._tiles(arrays.seg_indptr, slots)
         inputs = self._send(arrays, [*tiles, *self._tiles(arrays.logits_seg_indptr, kept_slots)])
         segments = Segments.build(arrays.seg_indptr, slots, tiles=inputs.tiles[: len(tiles)])
         asked = Segments.build(arrays.logits_seg_indptr, kept_slots, tiles=inputs.tiles[len(tiles) :])
         # with none to keep, the last layer is as good with all: there are kernels that do not take no rows
-        kept = KeptRows(inputs.logits_rows, asked) if arrays.sampled and not all_rows else None
+        kept = KeptRows(inputs.logits_rows, asked) if arrays.sampled else None
         meta = _attention(arrays, inputs, None)
         plans = self.model.plan_attention(meta, self.kv_cache.block_size)
         hidden = self.model.forward(
             inputs.input_ids(), inputs.positions, meta, plans, self.kv_cache.layers, segments,
             self._lora_store.model_lora if segments.has_lora else None, kept,
         )  # fmt: skip
-        if all_rows:
-            return hidden, inputs, segments
         return hidden if arrays.sampled else hidden[:0], inputs, asked
 
     def _in_shape(self, arrays: BatchArrays, shape: StepShape, tiles: Tiles | None = None) -> tuple[Tensor, StepInputs]:

@@ -38,12 +38,12 @@ class PinnedBuffer:
             else:
                 self._tensor = torch.empty(size, dtype=torch.uint8)
 
-    def tensor(self, nbytes: int) -> Tensor:
-        """Its first bytes, uint8."""
-        return self._tensor[:nbytes]
+    def tensor(self, start: int, stop: int) -> Tensor:
+        """Its bytes [start, stop), uint8."""
+        return self._tensor[start:stop]
 
     def memory(self, nbytes: int) -> memoryview:
-        """The same bytes, for files to be read into."""
+        """Its first bytes, for files to be read into."""
         return self._tensor.numpy().data[:nbytes]
 
     def close(self) -> None:

@@ -47,8 +47,7 @@ class RowState:
     def awaits(self, sequence: Sequence) -> bool:
         """Whether a token of ``sequence`` is still to be pushed: it is this row's (not one's that had its number
         before), and no token after which it ends has been."""
-        sample = self.samples[sequence.sample]
-        return sample.sequence is sequence and sample.completion is None
+        return any(sample.sequence is sequence and sample.completion is None for sample in self.samples)
 
     def ends_by_length(self, sequence: Sequence) -> bool:
         """Whether the sample has all the tokens that it can have, pending ones included."""

@@ -29,8 +29,9 @@ class EngineSettings:
     (None: whatever they come to), as ranks differ; ``gpu_memory_utilization``: the share of a GPU beyond which nothing
     is allocated, so that there may come to be fewer blocks; ``max_num_batched_tokens`` bounds a step's rows.
     ``adapters`` are all that requests may name, by ``lora_id``; ``storage_options`` open their files and are never
-    shown. ``age_bound``: the steps for which the queue's head may be overtaken. ``read_ahead``: adapters that may wait
-    in host memory for their rows' turn.
+    shown. ``trust_stamps``: an adapter file of the size, times and inode that it had when it was digested last is not
+    digested again. ``age_bound``: the steps for which the queue's head may be overtaken. ``read_ahead``: adapters that
+    may wait in host memory for their rows' turn.
 
     Raises ``UsageError`` naming the field when a value is out of range.
     """
@@ -54,6 +55,7 @@ class EngineSettings:
     seed: int = 0
     age_bound: int = 256
     read_ahead: int = 4
+    trust_stamps: bool = True
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "block_size", "max_num_seqs", "max_model_len", "max_loras", "max_lora_rank"):

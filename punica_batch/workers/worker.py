@@ -65,7 +65,7 @@ def _build(start: StartEngine) -> tuple[Engine, Ready]:
     import torch
 
     from punica_batch.engine.build import build_engine
-    from punica_batch.engine.startup import EngineWarning, StartupTimes
+    from punica_batch.engine.startup import EngineWarning, StartupTimes, share_interpreter
 
     times = StartupTimes()
     times.add("imports", time.perf_counter() - begin)
@@ -74,6 +74,8 @@ def _build(start: StartEngine) -> tuple[Engine, Ready]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", EngineWarning)
         engine = build_engine(start.settings, times)
+    if start.settings.device != "cpu":
+        share_interpreter()
     times.add("whole", time.perf_counter() - begin)
     notes = tuple(str(each.message) for each in caught if issubclass(each.category, EngineWarning))
     settings = engine.settings

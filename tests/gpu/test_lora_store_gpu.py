@@ -53,8 +53,8 @@ def test_registered_memory_is_pinned() -> None:
     for nbytes in (5 << 20, 9 << 20):
         buffer.reserve(nbytes)
         buffer.memory(nbytes)[:] = bytes(range(256)) * (nbytes // 256)
-        assert buffer.tensor(nbytes).is_pinned()
-        assert torch.equal(buffer.tensor(nbytes).cuda().cpu(), buffer.tensor(nbytes))
+        assert buffer.tensor(0, nbytes).is_pinned()
+        assert torch.equal(buffer.tensor(0, nbytes).cuda().cpu(), buffer.tensor(0, nbytes))
     buffer.close()
 
 

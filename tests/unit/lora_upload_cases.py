@@ -10,6 +10,7 @@ import torch
 from adapter_files import HIDDEN, INTERMEDIATE, LAYERS, MODULES, SHAPES, VOCAB, lora_config, raw_file
 from punica_batch_kernels.sgmv.slot_table import SlotTables
 
+from punica_batch.adapters.digest import DigestCache
 from punica_batch.engine.lora_pack import PackedAdapter, adapter_loader, groups_of
 from punica_batch.engine.lora_upload import DeviceAdapter, DeviceLoader
 from punica_batch.engine.settings import EngineSettings
@@ -32,7 +33,13 @@ class Device:
     """A model of a dtype, its slots, and both ways of loading into them."""
 
     def __init__(
-        self, adapters: dict[str, Path], dtype: torch.dtype, room: int = ROOM, max_loras: int = 2, device: str = "cpu"
+        self,
+        adapters: dict[str, Path],
+        dtype: torch.dtype,
+        room: int = ROOM,
+        max_loras: int = 2,
+        device: str = "cpu",
+        digests: DigestCache | None = None,
     ) -> None:
         specs = {name: AdapterSpec(name, str(path)) for name, path in adapters.items()}
         self.settings = EngineSettings(
@@ -42,7 +49,7 @@ class Device:
         self.lora = ModelLora.empty(CONFIG, max_loras)
         self.tables = SlotTables(groups_of(self.lora), MAX_RANK, dtype, device)
         self.memory = torch.full((room // dtype.itemsize,), torch.nan, dtype=dtype, device=device)
-        self.load = DeviceLoader(self.settings, self.model, self.tables, self.memory, num_threads=2)
+        self.load = DeviceLoader(self.settings, self.model, self.tables, self.memory, num_threads=2, digests=digests)
         self.load_by_host = adapter_loader(self.settings, self.model if device == "cpu" else LlamaModel(CONFIG, dtype))
 
     def packed(self, adapter: DeviceAdapter) -> torch.Tensor:

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,14 +16,14 @@ from punica_batch.adapters import digest
 from punica_batch.adapters.digest import DigestCache, cache_folder, file_digest
 from punica_batch.adapters.store import FileStamp, Folder
 
-STAMP = FileStamp(size=3, version="1", inode=7, mtime=1.0)
+STAMP = FileStamp(size=3, version="1", inode=7, changed_ns=1_000_000_000)
 SHA = [hashlib.sha256(bytes([i])).hexdigest() for i in range(40)]
 
 
 @pytest.fixture
 def counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Folder, list[str]]:
     (tmp_path / "weights").write_bytes(b"abc" * 1000)
-    os.utime(tmp_path / "weights", (1, 1))
+    monkeypatch.setattr(digest, "_SETTLE_SECONDS", -1.0)
     reads: list[str] = []
     real = Folder.stream
     monkeypatch.setattr(Folder, "stream", lambda self, name, *args: reads.append(name) or real(self, name, *args))
@@ -46,12 +47,14 @@ def test_a_file_is_read_once_until_it_changes(counted: tuple[Folder, list[str]],
         lambda: (path.write_bytes(b"xyz" * 1000), os.utime(path, (2, 2))),  # time
         lambda: (path.write_bytes(b"xyz"), os.utime(path, (2, 2))),  # size
         lambda: (path.rename(tmp_path / "old"), path.write_bytes(b"abc"), os.utime(path, (2, 2))),  # inode
+        lambda: (path.write_bytes(b"xyz"), os.utime(path, (2, 2))),  # a time set back: the kernel's own tells
     ):
+        time.sleep(0.02)  # more than a tick of the file system's clock
         change()
         with DigestCache(tmp_path / "cache") as cache:
             assert digest_of(folder, cache) == hashlib.sha256(path.read_bytes()).hexdigest()
-    assert len(reads) == 4
-    assert digest_of(folder, None) == hashlib.sha256(b"abc").hexdigest()
+    assert len(reads) == 5
+    assert digest_of(folder, None) == hashlib.sha256(b"xyz").hexdigest()
 
 
 def test_a_symlinks_target_counts(counted: tuple[Folder, list[str]], tmp_path: Path) -> None:
@@ -67,10 +70,14 @@ def test_a_symlinks_target_counts(counted: tuple[Folder, list[str]], tmp_path: P
     assert len(reads) == 2
 
 
-def test_a_file_just_written_is_not_remembered(counted: tuple[Folder, list[str]], tmp_path: Path) -> None:
-    """Written again within the clock's tick, it would have the same size and time."""
+def test_a_file_just_written_is_not_remembered(
+    counted: tuple[Folder, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Written again within the clock's tick, it would have the same size and times."""
     folder, reads = counted
+    monkeypatch.setattr(digest, "_SETTLE_SECONDS", 60.0)
     (tmp_path / "weights").write_bytes(b"new")
+    os.utime(tmp_path / "weights", (1, 1))  # what it says itself does not count
     cache = DigestCache(tmp_path / "cache")
     assert digest_of(folder, cache) == digest_of(folder, cache)
     assert len(reads) == 2
@@ -101,6 +108,15 @@ def test_many_entries_are_written_now_and_then_not_each(tmp_path: Path, monkeypa
         for i in range(1200):
             cache.put(f"file{i}", STAMP, SHA[i % 40])
     assert writes == [500, 500, 200]
+
+
+def test_a_few_entries_are_written_soon_without_being_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digest, "_FLUSH_SECONDS", 0.01)
+    cache = DigestCache(tmp_path)
+    for i in range(3):
+        cache.put(f"file{i}", STAMP, SHA[i])
+        while DigestCache(tmp_path).get(f"file{i}", STAMP) != SHA[i]:
+            time.sleep(0.005)
 
 
 def test_other_processes_entries_are_kept(tmp_path: Path) -> None:
@@ -135,7 +151,7 @@ def test_processes_writing_at_once_never_leave_a_broken_file(tmp_path: Path) -> 
     "content",
     [
         b"", b"{", b"[]", b'{"sha256": []}', b"\xff", b"[" * 100_000, b'{"sha256": {"k": [3, "1", 7]}}',
-        b'{"sha256": {"KEY": [3, "1", 7, "../../etc"]}}', b'{"sha256": {"KEY": {"a": 1}}}',
+        b'{"sha256": {"KEY": [3, "1", 7, 1000000000, "../../etc"]}}', b'{"sha256": {"KEY": {"a": 1}}}',
     ],
 )  # fmt: skip
 def test_an_unreadable_cache_is_ignored_and_replaced(tmp_path: Path, content: bytes) -> None:

@@ -489,9 +489,9 @@ def test_the_digest_covers_config_and_weights(tmp_path: Path) -> None:
     assert len({first, second, load(folder).sha256}) == 3
 
 
-def test_loading_fills_the_digest_cache(tmp_path: Path) -> None:
+def test_loading_fills_the_digest_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("punica_batch.adapters.digest._SETTLE_SECONDS", -1.0)
     folder = write_adapter(tmp_path / "a")
-    os.utime(folder / "adapter_model.safetensors", (1, 1))
     files = inspect(folder)
     with DigestCache(tmp_path / "cache") as cache:
         loaded = load_adapter(files, bind_adapter(files, MODULES), cache)

@@ -332,8 +332,25 @@ def test_a_gpu_too_small_for_the_smallest_step_ends_the_job() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     engine.runner.execute = never  # type: ignore[method-assign]
-    with pytest.raises(JobError, match=r"a step of \d+ tokens: lower --max-num-seqs"):
-        run(engine, row(0, length=30))
+    with pytest.raises(JobError, match="a step of one sequence: free it, or lower --gpu-memory-utilization"):
+        run(engine, row(0, length=30), row(1))
+
+
+def test_a_gpu_too_small_for_the_batch_runs_half_of_it() -> None:
+    engine = make(max_num_seqs=4, max_num_batched_tokens=8)
+    runner, sizes = engine.runner, list[int]()
+    execute = runner.execute
+
+    def limited(arrays: BatchArrays) -> Any:
+        sizes.append(len(arrays.sequences))
+        if len(arrays.sequences) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return execute(arrays)
+
+    runner.execute = limited  # type: ignore[method-assign]
+    results = run(engine, *(row(i, length=1) for i in range(5)))
+    assert [results[i].completions[0].token_ids for i in range(5)] == [(1,) * 5] * 5
+    assert max(sizes[-8:]) == 2
 
 
 def test_a_row_that_comes_again_gets_nothing_of_the_step_under_way() -> None:

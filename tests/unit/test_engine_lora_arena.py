@@ -43,25 +43,38 @@ def test_random_use_against_a_byte_map(seed: int) -> None:
             fits = max(map(len, runs)) >= nbytes
             if not fits:
                 with pytest.raises(NoRoom) as caught:
-                    arena.allocate(nbytes)
+                    arena.allocate(nbytes, str(name))
                 assert caught.value.nbytes == nbytes
                 continue
-            start = arena.allocate(nbytes)
+            start = arena.allocate(nbytes, str(name))
             assert owner[start : start + nbytes] == [None] * nbytes
             owner[start : start + nbytes] = [name] * nbytes
             held[name] = start, nbytes
         if steps and choose.random() < 0.3:
             steps.pop(0).is_over = True
         assert arena.free_bytes == owner.count(None)
-        assert arena.fits(arena.free_bytes - 1, 1)
-        assert not arena.fits(arena.free_bytes, 1)
+        assert arena.reserve("other", arena.free_bytes)
+        assert not arena.reserve("more", 1)
+        arena.cancel("other")
 
 
 def test_bytes_that_a_step_reads_are_not_handed_out_before_it_is_over() -> None:
     arena, step = Arena(100), Step()
-    first = arena.allocate(60)
+    first = arena.allocate(60, "a")
     arena.free(first, 60, step)
-    assert arena.allocate(40) == 60  # beside it, without waiting
+    assert arena.allocate(40, "b") == 60  # beside it, without waiting
     assert not step.is_over
-    assert arena.allocate(50) == 0
+    assert arena.allocate(50, "c") == 0
     assert step.is_over  # was waited for
+
+
+def test_what_is_reserved_is_kept_until_its_name_allocates() -> None:
+    arena = Arena(100)
+    assert arena.reserve("a", 60)
+    assert not arena.reserve("b", 41)
+    assert arena.reserve("b", 40)
+    assert arena.allocate(60, "a") == 0
+    assert not arena.reserve("c", 1)  # a's 60 bytes count once, b's still do
+    arena.cancel("b")
+    arena.cancel("a")  # has none any more
+    assert arena.reserve("c", 40)

@@ -10,10 +10,13 @@ import pytest
 import torch
 from punica_batch_kernels.sgmv.types import LoraGroup, SlotWeights
 
+from punica_batch.engine.lora_arena import Arena
 from punica_batch.engine.lora_pack import PackedAdapter
 from punica_batch.engine.lora_store import LoraStore
 from punica_batch.errors import AdapterError, RowError, StoreAway
 from punica_batch.models.lora import ModelLora
+
+NBYTES = 4  # of a Loader's adapters
 
 
 class Loader:
@@ -58,8 +61,8 @@ def in_slots(store: LoraStore, loader: Loader) -> dict[int, str]:
 def settle(store: LoraStore) -> list[str]:
     """Polls until nothing that was started is still loading."""
     failed = store.poll()
-    while any(not load.done() for load in store._loads.values()):
-        next(iter(store._loads.values())).exception(timeout=10)
+    while len(store._loads):
+        store.wait(10)
         failed += store.poll()
     return failed + store.poll()
 
@@ -166,8 +169,8 @@ def test_what_was_read_ahead_in_vain_makes_room(loader: Loader) -> None:
     settle(store)
     for lora_id in ("a", "b", "c"):
         bring(store, lora_id)
-        assert len(store._loads) <= 2
-    assert list(store._loads) == ["gone2"]  # one made room, as much as was needed
+        assert len(store._loaded) <= 2
+    assert len(store._loaded) == 1  # one made room, as much as was needed
     store.prefetch(["next"])
     settle(store)
     assert loader.calls[-1] == "next"
@@ -251,3 +254,29 @@ def test_random_use_against_a_plain_lru(loader: Loader, seed: int) -> None:
         store.check_integrity()
         assert list(store._slots) == lru
         assert in_slots(store, loader) == {store.slot(x): x for x in lru}
+
+
+def test_a_load_that_has_its_bytes_asks_for_no_more(loader: Loader) -> None:
+    """Room for three: one is there, one has its bytes and is still being loaded, and the third evicts no one."""
+    arena, has_bytes = Arena(3 * NBYTES), threading.Event()
+
+    def load(lora_id: str) -> PackedAdapter:
+        arena.allocate(NBYTES, lora_id)
+        has_bytes.set()
+        return loader(lora_id)
+
+    model_lora = ModelLora([], LoraGroup(1, (0, 1), [None] * 3), [None] * 3)
+    store = LoraStore(model_lora, load, max_loras=3, read_ahead=0, arena=arena)
+    bring(store, "a")
+    store.pin("a")
+    store.unpin("a")
+    loader.gate.clear()
+    has_bytes.clear()
+    store.request("b")
+    assert has_bytes.wait(10)
+    store.request("c")
+    assert store.ready("a")
+    loader.gate.set()
+    settle(store)
+    assert store.num_resident == 3
+    assert sorted(loader.calls) == ["a", "b", "c"]

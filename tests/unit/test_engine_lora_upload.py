@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import struct
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lora_upload_cases import MAX_RANK, PROJECTIONS, Device, check_same, drawn_tensors, write
 
+from punica_batch.adapters.digest import DigestCache, combine
+from punica_batch.adapters.store import Folder
 from punica_batch.engine.lora_arena import NoRoom
 from punica_batch.engine.lora_store import LoraStore
 from punica_batch.engine.lora_upload import DeviceLoader
@@ -286,3 +291,39 @@ def test_numbers_are_what_numpy_would_say(folder: Path) -> None:
     at = (address - device.memory.data_ptr()) // 4
     found = device.memory[at : at + b.size].numpy().reshape(3, -1)
     np.testing.assert_array_equal(found, (2 * b).T)
+
+
+def test_a_file_that_is_known_is_not_digested_until_it_changes(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache is told a false digest, so that whose it is shows."""
+    device = Device({"a": folder}, torch.float16)
+    true = device.load("a").sha256
+    digests = DigestCache(tmp_path / "cache")
+    device = Device({"a": folder}, torch.float16, digests=digests)
+    place, path = Folder(str(folder)), folder / "adapter_model.safetensors"
+    stamp = place.stamp(path.name)
+    assert stamp is not None
+    monkeypatch.setattr("punica_batch.adapters.digest._SETTLE_SECONDS", -1.0)
+    digests.put(place.identity(path.name), stamp, "f" * 64)
+    config = hashlib.sha256((folder / "adapter_config.json").read_bytes()).hexdigest()
+    assert device.load("a").sha256 == combine(config, "f" * 64)
+    time.sleep(0.02)  # more than a tick of the file system's clock
+    path.write_bytes(path.read_bytes())
+    os.utime(path, ns=(0, int(stamp.version or 0)))
+    assert place.stamp(path.name) == stamp  # size, time and inode: as they were
+    assert device.load("a").sha256 == true
+
+
+def test_what_a_load_digests_is_known_to_the_next_process(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("punica_batch.adapters.digest._SETTLE_SECONDS", -1.0)
+    with DigestCache(tmp_path / "cache") as digests:
+        sha256 = Device({"a": folder}, torch.float16, digests=digests).load("a").sha256
+    weights = hashlib.sha256((folder / "adapter_model.safetensors").read_bytes()).hexdigest()
+    place = Folder(str(folder))
+    stamp = place.stamp("adapter_model.safetensors")
+    assert stamp is not None
+    assert DigestCache(tmp_path / "cache").get(place.identity("adapter_model.safetensors"), stamp) == weights
+    assert sha256 == combine(hashlib.sha256((folder / "adapter_config.json").read_bytes()).hexdigest(), weights)
