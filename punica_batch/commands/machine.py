@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from punica_batch.errors import JobError
+from punica_batch.errors import JobError, UsageError
 from punica_batch.ui.checks import Check
 from punica_batch.ui.format import plural, size
 
@@ -62,7 +62,12 @@ def check_driver() -> tuple[Check, list[Gpu]]:
         return Check("driver", "missing", str(error), "nvidia-smi (says why; reload or reinstall the driver)"), []
     if not gpus:
         return Check("driver", "absent", "no NVIDIA device: jobs run on the CPU"), []
-    visible = visible_gpus(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    try:
+        visible = visible_gpus(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    except UsageError as error:
+        return Check(
+            "driver", "missing", f"{version}; {error}", "export CUDA_VISIBLE_DEVICES=0, after nvidia-smi -i 0 -mig 0"
+        ), []
     if not visible:
         found = f"{version}; CUDA_VISIBLE_DEVICES hides {plural(len(gpus), 'GPU')}: jobs run on the CPU"
         return Check("driver", "warning", found, "unset CUDA_VISIBLE_DEVICES"), []

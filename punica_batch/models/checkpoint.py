@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from operator import itemgetter
+from operator import index, itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -58,27 +58,37 @@ def _tensors_of(path: Path, shapes: Mapping[str, Shape], *, tied: bool) -> Itera
     """Of one file, by offset."""
     try:
         header, size = read_header(path)
-        entries = json.loads(header)
+        entries = dict(json.loads(header, object_pairs_hook=_unique))
         entries.pop("__metadata__", None)
-        ranges = {name: tuple(map(int, entry["data_offsets"])) for name, entry in entries.items()}
+        ranges = {name: tuple(map(index, entry["data_offsets"])) for name, entry in entries.items()}
         placed = [
-            (begin, end, name, entries[name]["dtype"], tuple(entries[name]["shape"]))
+            (begin, end, name, str(entries[name]["dtype"]), tuple(entries[name]["shape"]))
             for name, (begin, end) in sorted(ranges.items(), key=itemgetter(1))
         ]
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read as safetensors: {type(error).__name__}: {error}") from error
-    first = 8 + len(header)
+    first, expected = 8 + len(header), 0
     for begin, end, name, dtype, shape in placed:
+        if begin != expected:
+            raise ModelError(f"{path} cannot be read as safetensors: tensor {name} is not where the one before ends")
+        expected = end
         # Old checkpoints stored the rotary frequencies; a tied head is the embedding, whatever is stored.
         if name.endswith(".rotary_emb.inv_freq") or (tied and name == "lm_head.weight"):
             continue
         _check(path, shapes, name, dtype, shape)
-        if not 0 <= begin <= end <= size - first or end - begin != math.prod(shape) * ITEM_BYTES[dtype]:
+        if end > size - first or end - begin != math.prod(shape) * ITEM_BYTES[dtype]:
             raise ModelError(f"{path} cannot be read as safetensors: tensor {name} is cut short")
         yield StoredTensor(name, path, dtype, shape, first + begin, end - begin)
 
 
-def _check(path: Path, shapes: Mapping[str, Shape], name: str, dtype: Any, shape: Shape) -> None:
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("the header names something twice")
+    return found
+
+
+def _check(path: Path, shapes: Mapping[str, Shape], name: str, dtype: str, shape: Shape) -> None:
     wanted = shapes.get(name)
     if wanted is None:
         raise ModelError(f"{path}: tensor {name} is not part of this architecture")

@@ -93,9 +93,9 @@ def stored_dtype(folder: Path) -> str | None:
     try:
         header, _ = read_header(weight_files(folder)[0])
         entries = json.loads(header)
-    except (ModelError, ValueError):
+        names = [str(entry["dtype"]) for name, entry in entries.items() if name != "__metadata__"]
+    except (ModelError, ValueError, TypeError, KeyError, AttributeError, RecursionError):  # reading it will say why
         return None
-    names = (entry.get("dtype", "") for name, entry in entries.items() if name != "__metadata__")
     return next((name for name in names if name.startswith(("F", "BF"))), None)
 
 

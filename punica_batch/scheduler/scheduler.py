@@ -85,7 +85,8 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, slots: AdapterSlots) -> None:
         self.config = config
         self.pool = BlockPool(config.num_blocks, config.block_size)
-        self.max_num_batched_tokens = config.max_num_batched_tokens  # may be lowered between steps
+        # may be lowered between steps
+        self.max_num_batched_tokens, self.max_num_seqs = config.max_num_batched_tokens, config.max_num_seqs
         self._slots = slots
         self._waiting = WaitingQueue()
         self._running: list[Sequence] = []  # oldest first
@@ -160,6 +161,11 @@ class Scheduler:
             self._waiting.remove(sequence)
             sequence.status = SequenceStatus.FINISHED
 
+    def preempt(self, keep: int) -> None:
+        """Sends all but the ``keep`` oldest running sequences back to waiting; their tokens must be known."""
+        for sequence in self._running[keep:][::-1]:
+            self._preempt(sequence)
+
     def take_back(self, count: int) -> list[Sequence]:
         """Gives up to ``count`` rows (all samples of a row or none) that have not started, the newest rows first.
         They are no longer this scheduler's."""
@@ -224,9 +230,9 @@ class Scheduler:
         wanted = set(self._running_loras)
         skipped: list[tuple[Sequence, int]] = []
         admitted = 0
-        may_pass = self.config.max_num_seqs
+        may_pass = self.max_num_seqs
         while (sequence := heads.peek()) is not None:
-            if len(self._running) == self.config.max_num_seqs or not budget or not may_pass:
+            if len(self._running) >= self.max_num_seqs or not budget or not may_pass:
                 break
             if not self._adapter_ready(sequence.lora_id, wanted):
                 skipped.append((sequence, admitted))

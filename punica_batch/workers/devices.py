@@ -100,9 +100,16 @@ def choose_gpus(gpus: Sequence[Gpu], wanted: str | None) -> list[Gpu]:
 
 def visible_gpus(gpus: Sequence[Gpu], visible: str | None) -> list[Gpu]:
     """Those that CUDA_VISIBLE_DEVICES (``visible``; None: not set) gives to this process, in its order, as CUDA reads
-    it: indices or beginnings of UUIDs, up to the first one that names no device."""
+    it: indices or beginnings of UUIDs, up to the first one that names no device.
+
+    Raises ``UsageError`` where it names a part of a GPU: that is never a quiet CPU run.
+    """
     if visible is None:
         return list(gpus)
+    if gpus and visible.strip().startswith("MIG-"):
+        raise UsageError(
+            "CUDA_VISIBLE_DEVICES names a MIG slice, and workers take whole GPUs: name some, or run with --device cpu"
+        )
     chosen = []
     for name in (part.strip() for part in visible.split(",")):
         if name.isdecimal():

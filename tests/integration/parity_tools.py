@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Pretr
 from punica_batch.engine.build import build_engine
 from punica_batch.engine.engine import Engine
 from punica_batch.engine.settings import EngineSettings
-from punica_batch.scheduler.batch import build_arrays
+from punica_batch.scheduler.batch import BatchArrays, build_arrays
 from punica_batch.scheduler.scheduler import Scheduler, SchedulerConfig
 from punica_batch.scheduler.sequence import Sequence as EngineSequence
 from punica_batch.types import AdapterSpec, Request, RowResult, SamplingParams
@@ -177,7 +177,7 @@ def teacher_forced(engine: Engine, rows: Sequence[Row], prompt_lens: Sequence[in
             engine.lora_store.wait(1.0)
             continue
         arrays = build_arrays(batch, s.block_size)
-        step = engine.runner.forward_logits(arrays).cpu()
+        step = all_logits(engine, arrays)
         for k, sequence in enumerate(arrays.sequences):
             rows_of = slice(int(arrays.qo_indptr[k]), int(arrays.qo_indptr[k + 1]))
             logits[sequence.request.row][torch.from_numpy(arrays.positions[rows_of])] = step[rows_of]
@@ -190,6 +190,18 @@ def teacher_forced(engine: Engine, rows: Sequence[Row], prompt_lens: Sequence[in
             scheduler.finish(sequence)
         scheduler.check_integrity()
     return logits
+
+
+def all_logits(engine: Engine, arrays: BatchArrays) -> Tensor:
+    """Those of every row of a step, float32 [T, vocab]: as if each were sampled from."""
+    rows = np.diff(arrays.qo_indptr).tolist()
+    asked = replace(
+        arrays, logits_rows=np.arange(arrays.num_tokens), logits_seg_indptr=arrays.seg_indptr,
+        logits_segment_lora_ids=arrays.segment_lora_ids,
+        sampled=[s for s, count in zip(arrays.sequences, rows, strict=True) for _ in range(count)],
+    )  # fmt: skip
+    with torch.inference_mode():
+        return engine.runner._logits(asked)[0].float().cpu()
 
 
 def max_error(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:

@@ -160,6 +160,10 @@ def test_gpus_that_are_hidden(
     check = report(capsys)["driver"]
     assert check["level"] == "warning"
     assert check["mend"] == "unset CUDA_VISIBLE_DEVICES"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-2c1f4ad0")
+    check = report(capsys, code=1)["driver"]
+    assert check["level"] == "missing"
+    assert "names a MIG slice" in check["found"]
 
 
 class Builds:

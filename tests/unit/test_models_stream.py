@@ -67,6 +67,10 @@ def test_a_file_that_ends_early_is_named(tmp_path: Path) -> None:
         {"data_offsets": None},
         {"shape": 3},
         {"dtype": None},
+        {"dtype": ["F32"]},
+        {"data_offsets": [0.5, 1.5]},
+        {"data_offsets": [0, float("inf")]},
+        {"data_offsets": ["0", "4"]},
     ],
 )
 def test_a_header_that_lies(tmp_path: Path, broken: dict[str, object]) -> None:
@@ -80,3 +84,22 @@ def test_a_header_that_lies(tmp_path: Path, broken: dict[str, object]) -> None:
     path.write_bytes(len(again).to_bytes(8, "little") + again + content[8 + size :])
     with pytest.raises(ModelError, match=r"model\.safetensors"):
         stored_tensors(ModelConfig.from_folder(tmp_path), tmp_path)
+
+
+def test_tensors_that_share_bytes_or_a_name_are_refused(tmp_path: Path) -> None:
+    """As safetensors itself refuses them, through which no byte of these files goes."""
+    save_hf_model("qwen2", tmp_path)
+    config = ModelConfig.from_folder(tmp_path)
+    path = tmp_path / "model.safetensors"
+    content = path.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    header, data = content[8 : 8 + size], content[8 + size :]
+    norm, other = "model.layers.0.input_layernorm.weight", "model.layers.1.input_layernorm.weight"
+    shared = json.loads(header)
+    shared[other]["data_offsets"] = shared[norm]["data_offsets"]
+    twice = header.rstrip()[:-1] + b"," + json.dumps({norm: shared[norm]}).encode()[1:]
+    nested = b"[" * 100_000
+    for broken, why in ((json.dumps(shared).encode(), "not where"), (twice, "twice"), (nested, "RecursionError")):
+        path.write_bytes(len(broken).to_bytes(8, "little") + broken + data)
+        with pytest.raises(ModelError, match=rf"model\.safetensors.*{why}"):
+            stored_tensors(config, tmp_path)

@@ -41,6 +41,12 @@ def test_cuda_visible_devices_is_honoured(visible: str | None, uuids: str) -> No
     assert [g.uuid for g in visible_gpus(FOUR, visible)] == [f"GPU-{u}" for u in uuids]
 
 
+def test_a_mig_slice_is_refused_and_not_run_on_the_cpu() -> None:
+    with pytest.raises(UsageError, match="MIG slice"):
+        visible_gpus(FOUR, "MIG-2c1f4ad0")
+    assert visible_gpus([], "MIG-2c1f4ad0") == []
+
+
 @pytest.mark.parametrize("wanted", ["5", "0", "0,4", "1,1"])
 def test_more_gpus_than_there_are_says_how_many(wanted: str) -> None:
     with pytest.raises(UsageError, match="4 found"):
