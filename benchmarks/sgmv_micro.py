@@ -5,7 +5,7 @@
 The limit is what must move through device memory, at the copy bandwidth given in TB/s: at decode each adapter's
 weights once (activations stay in the cache), at prefill x read once, y read and written. ``--products`` also times the
 step's matrix products without and with the add-on, in one graph each: what the adapters cost where it counts; with it
-once after the products and once overlapped with them. ``--eager`` times the host: launches outside of a graph.
+once after the products, once beside them and once before them. ``--eager`` times the host: launches outside of a graph.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 from punica_batch_kernels.sgmv import triton_backend
-from punica_batch_kernels.sgmv.overlap import OverlappedLinear
+from punica_batch_kernels.sgmv.linear import OrderedLinear, base_first, base_last
 from punica_batch_kernels.sgmv.slot_table import SlotTables
 from punica_batch_kernels.sgmv.tiles import RowTiles, build_tiles
 from punica_batch_kernels.sgmv.types import LoraGroup, Segments, SlotWeights
@@ -142,20 +142,27 @@ def products(
     dtype: torch.dtype,
     model: Model | None = None,
     segments: Segments | None = None,
-    overlapped: bool = False,
+    order: str = "first",
 ) -> Callable[[], None]:
+    """``order``: of the base products, "first", "beside" or "last"."""
     xs, _ = activations(rows, dtype)
-    add = OverlappedLinear(CUDA, max_rows=rows if overlapped else 0)
+    beside = OrderedLinear(CUDA).side_by_side
 
     def step() -> None:
         for i, weight in enumerate(weights):
-            base = partial(functional.linear, weight=weight)
-            if model is not None and segments is not None:
-                add(base, xs[i % len(GROUPS)], model.groups[i], segments)
+            x, base = xs[i % len(GROUPS)], partial(functional.linear, weight=weight)
+            if model is None or segments is None:
+                base(x)
+            elif order == "last":
+                base_last(partial(add_product, weight=weight), x, model.groups[i], segments)
             else:
-                base(xs[i % len(GROUPS)])
+                (base_first if order == "first" else beside)(base, x, model.groups[i], segments)
 
     return step
+
+
+def add_product(y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
+    y.addmm_(x, weight.t())
 
 
 def eager_us(model: Model, segments: Segments, rows: int, dtype: torch.dtype) -> float:
@@ -205,7 +212,7 @@ def main() -> None:
         weights = [torch.empty(shape, dtype=dtype, device=CUDA).normal_(std=0.02) for shape in shapes]
     print(f"{torch.cuda.get_device_name()}, rank {args.rank}, {args.dtype}; ms a step of {LAYERS} layers")
     columns = ["phase", "rows", "adapters", "tiles", "limit", "add-on", "x limit"]
-    columns += ["products", "+ add-on", "+ overlapped"] * args.products + ["µs a launch"] * args.eager
+    columns += ["products", "+ add-on", "beside", "before"] * args.products + ["µs a launch"] * args.eager
     print("| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|")
     for phase, rows, kind, lengths in cases(args.rows):
         segments = segments_for(lengths)
@@ -216,7 +223,7 @@ def main() -> None:
         line = f"| {phase} | {rows} | {kind} | {tiles} | {limit:.2f} | {took:.2f} | {took / limit:.2f} |"
         if args.products:
             steps = [products(weights, rows, dtype)]
-            steps += [products(weights, rows, dtype, model, segments, overlapped) for overlapped in (False, True)]
+            steps += [products(weights, rows, dtype, model, segments, order) for order in ("first", "beside", "last")]
             line += "".join(f" {milliseconds(graph_of(step)):.2f} |" for step in steps)
         if args.eager:
             line += f" {eager_us(model, segments, sum(lengths), dtype):.1f} |"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import torch
 from punica_batch_kernels.sgmv import backend_for
@@ -41,22 +42,19 @@ def measure_add_on(recorder: Recorder, device: torch.device, roof: Ceilings, bud
     add_on = AddOn([(hidden, (hidden,))], layers, [options.rank] * max(rows), getattr(torch, options.dtype), device)
     add_lora = backend_for(device).add_lora
     kinds: tuple[Popularity, ...] = ("distinct", "identical")
-    for kind in kinds:
-        for n in rows:
-            if budget.is_spent:
-                return
-            segments, lengths = segments_of(kind, n, device)
-            limit = 1e6 * roof.seconds(add_on.moved(lengths, activations=False), add_on.flop(lengths))
-            variants = {"as it is": (segments, False), "split-K off": (segments, True)}
-            if kind == "distinct":
-                variants["tensor cores off"] = (with_tiles(segments, PER_ROW), False)
-                variants["tensor cores on"] = (with_tiles(segments, GROUPED), False)
-            for name, (given, unsplit) in variants.items():
-                took = time_step(add_on.step(add_lora, given, unsplit=unsplit), device, seconds=0.1)
-                recorder.write(
-                    "add-on", "us", took.scaled(1e6 / layers), limit=limit, headline=n == 64,
-                    variant=name, popularity=kind, rows=n,
-                )  # fmt: skip
+    for kind, n in recorder.in_time(list(product(kinds, rows)), budget):
+        segments, lengths = segments_of(kind, n, device)
+        limit = 1e6 * roof.seconds(add_on.moved(lengths, activations=False), add_on.flop(lengths))
+        variants = {"as it is": (segments, False), "split-K off": (segments, True)}
+        if kind == "distinct":
+            variants["tensor cores off"] = (with_tiles(segments, PER_ROW), False)
+            variants["tensor cores on"] = (with_tiles(segments, GROUPED), False)
+        for name, (given, unsplit) in variants.items():
+            took = time_step(add_on.step(add_lora, given, unsplit=unsplit), device, seconds=0.1)
+            recorder.write(
+                "add-on", "us", took.scaled(1e6 / layers), limit=limit, headline=n == 64,
+                variant=name, popularity=kind, rows=n,
+            )  # fmt: skip
 
 
 def with_tiles(segments: Segments, block_m: int) -> Segments:
@@ -80,10 +78,7 @@ def measure_batches(recorder: Recorder, device: torch.device, roof: Ceilings, bu
     kv_tokens = fitting_tokens(options, device, slots * _LENGTH, adapters=slots)
     steps = ModelSteps(options, device, kv_tokens=kv_tokens, adapters=slots)
     points = [(n, kind) for n in rows if n * _LENGTH <= kv_tokens for kind in kinds]
-    for done, (n, kind) in enumerate(points):
-        if budget.is_spent:
-            recorder.skipped(len(points) - done)
-            return
+    for n, kind in recorder.in_time(points, budget):
         segments, lengths = segments_of(kind, n, device)
         took = time_step(steps.step([1] * n, _LENGTH, segments), device, seconds=0.2, graph=steps.capturable)
         recorder.write(

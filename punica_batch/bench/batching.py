@@ -28,10 +28,7 @@ def run(options: BenchOptions) -> None:
     points = [("decode", n, length) for length in lengths for n in rows]
     points += [("prefill", n, length) for length in lengths for n in rows if n <= most_prefill]
     points = [(phase, n, length) for phase, n, length in points if n * length <= kv_tokens]
-    for done, (phase, n, length) in enumerate(points):
-        if budget.is_spent:
-            recorder.skipped(len(points) - done)
-            break
+    for phase, n, length in recorder.in_time(points, budget):
         counts = [1 if phase == "decode" else length] * n
         segments, _ = segments_of(None, sum(counts), device)
         took = time_step(steps.step(counts, length, segments), device, seconds=0.3, graph=steps.capturable)

@@ -4,30 +4,40 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
 
 import torch
 
-from punica_batch.bench.record import Spread
+from punica_batch.bench.clocks import Clocks
+from punica_batch.bench.record import Recorder, Spread
 from punica_batch.errors import UsageError
+from punica_batch.types import JsonDict
 
 _WARMUPS = 3
 _CPU_REPEATS = 3
+_SUSTAINED_SECONDS = 5.0  # of products: a GPU lowers its clock to stay within its power after some tenths
 
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
     """Measured, of one device and dtype: ``copy`` bytes a second, read and written both counted; ``product`` FLOP/s of
-    a large matrix product, sustained. The roof of a roofline plot (Punica paper, figure 7)."""
+    a large matrix product, sustained, and what the GPU's clock and power were then. The roof of a roofline plot (Punica
+    paper, figure 7)."""
 
     copy: float
     product: float
+    clocks: JsonDict = field(default_factory=dict)
 
     def seconds(self, moved: float = 0.0, flop: float = 0.0) -> float:
         """The least time for moving ``moved`` bytes and computing ``flop`` operations, one beside the other."""
         return max(moved / self.copy, flop / self.product)
+
+    def write(self, recorder: Recorder) -> None:
+        """As lines of their own, so that the limits of the others can be worked out again."""
+        recorder.write("copy bandwidth", "TB/s", self.copy / 1e12)
+        recorder.write("matrix product", "TFLOP/s", self.product / 1e12, **self.clocks)
 
 
 def open_device(name: str) -> torch.device:
@@ -70,19 +80,29 @@ def time_step(
 
 
 @cache
-def ceilings(device: torch.device, dtype: torch.dtype, seconds: float = 1.0) -> Ceilings:
-    """Measured once a process: a copy of 1 GiB, and the product of two 8192 x 8192 matrices for ``seconds``."""
-    is_gpu = device.type == "cuda"
-    size, elements = (8192, 1 << 29) if is_gpu else (128, 1 << 18)
-    source = torch.zeros(elements * 2 // dtype.itemsize, dtype=dtype, device=device)
-    target = torch.empty_like(source)
-    copied = time_step(lambda: target.copy_(source), device, repeats=10)
-    rate = 2 * source.nbytes / copied.median
-    source = target = torch.empty(0)  # gives the memory back
+def ceilings(device: torch.device, dtype: torch.dtype, seconds: float = _SUSTAINED_SECONDS) -> Ceilings:
+    """Measured once a process: moving 1 GiB, and the product of two 8192 x 8192 matrices for ``seconds``."""
+    size = 8192 if device.type == "cuda" else 128
+    copy = _copy_rate(device, dtype)
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
-    product = time_step(lambda: torch.mm(a, b, out=out), device, repeats=1 << 20, seconds=seconds)
-    return Ceilings(rate, 2 * size**3 / product.median)
+    with Clocks(device) as clocks:
+        product = time_step(lambda: torch.mm(a, b, out=out), device, repeats=1 << 20, seconds=seconds)
+    return Ceilings(copy, 2 * size**3 / product.median, clocks.medians)
+
+
+def _copy_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """The highest rate of three ways to move bytes: in a graph, the driver's copy has been seen at two thirds of what
+    kernels reach."""
+    elements = (1 << 30 if device.type == "cuda" else 1 << 19) // dtype.itemsize
+    source = torch.zeros(elements, dtype=dtype, device=device)
+    target = torch.empty_like(source)
+    ways: list[tuple[Callable[[], object], int]] = [
+        (lambda: target.copy_(source), 2),
+        (lambda: torch.neg(source, out=target), 2),
+        (lambda: torch.add(source, target, out=target), 3),
+    ]
+    return max(times * source.nbytes / time_step(way, device, repeats=10).median for way, times in ways)
 
 
 @cache

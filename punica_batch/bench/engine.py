@@ -7,18 +7,21 @@ decode step and of a mixed one say.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
 
+from punica_batch.bench.clocks import Clocks
 from punica_batch.bench.device import Ceilings, ceilings, free_memory, host_link, open_device
 from punica_batch.bench.limits import Limit, ProductTable, limit_of, simulate
 from punica_batch.bench.options import BenchOptions, Budget
 from punica_batch.bench.popularity import LoadKind, popularity
 from punica_batch.bench.record import Recorder, Spread, percentile
 from punica_batch.bench.selection import Adapters, Selection
-from punica_batch.bench.serving import Rows, Served, serve
+from punica_batch.bench.serving import Rows, Served, serve, steps_to_prefill
+from punica_batch.bench.table import place
 from punica_batch.bench.timeline import Timeline, decode_timeline, mixed_timeline
 from punica_batch.bench.workbench import Workbench, workbench
 from punica_batch.engine.engine import Engine
@@ -34,12 +37,15 @@ def run(options: BenchOptions, selection: Selection | None = None) -> None:
     selection = selection or Selection.of(options)
     recorder, budget = Recorder("engine", options), options.budget()
     device = open_device(options.device)
-    for ranks in selection.ranks:
+    for i, ranks in enumerate(selection.ranks):
         with workbench(options.model_shape, dtype=options.dtype, device=device, ranks=ranks) as bench:
             roofs = _Roofs(ceilings(device, bench.model.dtype), ProductTable.measure(bench.model), host_link(device))
+            if i == 0:
+                roofs.ceilings.write(recorder)
+                recorder.write("host link", "GB/s", roofs.link / 1e9)
             for cap in selection.caps:
+                free_memory(device)  # what the measurements before took, or the last engine's cache
                 _measure_cap(recorder, bench, roofs, selection, cap, budget)
-                free_memory(device)  # the engine's cache, before the next one's
     draw(recorder)
 
 
@@ -74,25 +80,21 @@ class _Points:
     engine: Engine
 
     def measure_all(self, budget: Budget) -> None:
-        skipped = 0
-        for kind, adapters in self.selection.points():
-            if budget.is_spent:
-                skipped += 1
-                continue
+        for kind, adapters in self.recorder.in_time(self.selection.points(), budget):
             warm = _rows(self.bench, self.selection, kind, adapters, self.cap, _WARM)
             serve(self.engine, _warm_up(warm, self.cap, kind))
             rows = _rows(self.bench, self.selection, kind, adapters, self.cap, kind)
-            self._write(kind, adapters, rows, serve(self.engine, rows))
+            with Clocks(self.bench.model.device) as clocks:
+                served = serve(self.engine, rows)
+            self._write(kind, adapters, rows, served, clocks.medians)
         kind = self.selection.loads[0]
-        for adapters in self.selection.adapters:
-            if not budget.is_spent:
-                self._write_timelines(kind, adapters)
-        self.recorder.skipped(skipped)
+        for adapters in self.recorder.in_time(self.selection.adapters, budget):
+            self._write_timelines(kind, adapters)
 
     def _about(self, kind: LoadKind, adapters: Adapters) -> JsonDict:
         return {"load": kind, "cap": self.cap, "adapters": adapters, "ranks": _label(self.bench.ranks)}
 
-    def _write(self, kind: LoadKind, adapters: Adapters, rows: Rows, served: Served) -> None:
+    def _write(self, kind: LoadKind, adapters: Adapters, rows: Rows, served: Served, clocks: JsonDict) -> None:
         about, write = self._about(kind, adapters), self.recorder.write
         amount, unit = (served.rows, "rows/s") if kind == "label" else (served.new_tokens, "new tok/s")
         roof, products, link, loaded = self._limits(adapters, rows)
@@ -102,6 +104,7 @@ class _Points:
         write(
             "throughput", unit, amount / served.seconds, limit=amount / limit, headline=self.selection.share == 1,
             **about, rows=served.rows, seconds=round(served.seconds, 3),
+            batched_tokens=self.engine.settings.max_num_batched_tokens, **clocks,
         )  # fmt: skip
         write("share of the limit", "%", 100 * limit / served.seconds, **about, of="bytes and operations")
         measured = max(products.seconds, link)
@@ -133,13 +136,15 @@ class _Points:
     def _write_timelines(self, kind: LoadKind, adapters: Adapters) -> None:
         """Of a full batch half way through its answers; in a mixed step, a typical prompt beside them."""
         rows = _rows(self.bench, self.selection, kind, adapters, self.cap, _WARM, self.cap)
-        half_way = _half_way(rows)
+        half_way = _half_way(rows, self.engine.settings.max_num_batched_tokens)
         typical = sorted(rows.prompts, key=len)[len(rows.prompts) // 2]
         arriving = Rows([*half_way.prompts[:-1], typical], half_way.new, rows.lora_ids)
-        for name, timeline in (
-            ("decode", decode_timeline(self.engine, half_way, _TIMELINE_STEPS)),
-            ("mixed", mixed_timeline(self.engine, arriving, _TIMELINE_STEPS)),
-        ):
+        for name, measure, own in (("decode", decode_timeline, half_way), ("mixed", mixed_timeline, arriving)):
+            try:
+                timeline = measure(self.engine, own, _TIMELINE_STEPS)
+            except JobError as error:  # a smaller GPU may not hold a full batch: its throughput stands
+                print(f"engine: no timeline of {name} {kind} {adapters}: {error}", file=sys.stderr, flush=True)
+                continue
             self._write_timeline(name, timeline, self._about(kind, adapters))
 
     def _write_timeline(self, name: str, timeline: Timeline, about: JsonDict) -> None:
@@ -147,8 +152,12 @@ class _Points:
         write = self.recorder.write
         for part, seconds in sorted(timeline.kinds.items()):
             write("timeline", "ms", 1000 * seconds, **about, part=part)
-        write("timeline", "ms", 1000 * (timeline.wall - timeline.busy), **about, part="gaps")
-        write("timeline", "ms", 1000 * timeline.wall, **about, part="all", kernels=round(timeline.kernels))
+        write("timeline", "ms", 1000 * timeline.busy, **about, part="busy")
+        write("timeline", "ms", 1000 * timeline.gaps, **about, part="gaps")
+        write(
+            "timeline", "ms", 1000 * timeline.wall, **about, part="all", kernels=round(timeline.kernels),
+            rows=timeline.rows, tokens=timeline.tokens,
+        )  # fmt: skip
         if timeline.kinds:  # something was profiled: a GPU
             write("host share", "%", 100 * timeline.host_share, **about)
 
@@ -157,7 +166,8 @@ def _engine(bench: Workbench, selection: Selection, cap: int) -> Engine:
     """One engine serves all of a cap's points. Each point's adapters have names of their own: none is there already."""
     most = max(cap, *(selection.rows(kind, cap) for kind in selection.loads))
     loads = [_rows(bench, selection, kind, "none", cap, kind) for kind in selection.loads]
-    steady = _half_way(_rows(bench, selection, selection.loads[0], "none", cap, _WARM, cap))
+    tokens = selection.batched_tokens or bench.step_tokens(cap)
+    steady = _half_way(_rows(bench, selection, selection.loads[0], "none", cap, _WARM, cap), tokens)
     specs = dict[str, AdapterSpec]()
     for use, adapters in product((*selection.loads, _WARM), selection.adapters):
         specs |= bench.specs(f"{use}-{adapters}", 0 if adapters == "none" else most)
@@ -165,9 +175,7 @@ def _engine(bench: Workbench, selection: Selection, cap: int) -> Engine:
     distinct = max((len(set(popularity(kind, most).tolist())) for kind in kinds), default=0)
     warm = [_warm_up(rows, cap, kind) for rows, kind in zip(loads, selection.loads, strict=True)]
     longest = max(rows.longest for rows in (*loads, *warm, steady))
-    return bench.engine(
-        cap=cap, longest=longest, adapters=specs, distinct=distinct, batched_tokens=selection.batched_tokens
-    )
+    return bench.engine(cap=cap, longest=longest, adapters=specs, distinct=distinct, batched_tokens=tokens)
 
 
 def _rows(
@@ -181,11 +189,14 @@ def _rows(
     return Rows.of(kind, count, bench.config.vocab_size, lora_ids, selection.longest)
 
 
-def _half_way(rows: Rows) -> Rows:
-    """The rows with half of their answers in their prompts, and as many tokens to come as a timeline takes."""
-    pairs = zip(rows.prompts, rows.new, strict=True)
-    prompts = [np.resize(prompt, len(prompt) + new // 2) for prompt, new in pairs]
-    return Rows(prompts, [4 * _TIMELINE_STEPS] * len(prompts), rows.lora_ids)
+def _half_way(rows: Rows, batched_tokens: int) -> Rows:
+    """The rows with half of their answers in their prompts by the middle of what a timeline takes, all of which they
+    outlast."""
+    total = sum(len(prompt) + new // 2 for prompt, new in zip(rows.prompts, rows.new, strict=True))
+    to_come = steps_to_prefill(total, len(rows.new), batched_tokens) + 6 * _TIMELINE_STEPS
+    lengths = [len(prompt) + new // 2 - to_come // 2 for prompt, new in zip(rows.prompts, rows.new, strict=True)]
+    prompts = [np.resize(prompt, max(1, length)) for prompt, length in zip(rows.prompts, lengths, strict=True)]
+    return Rows(prompts, [to_come] * len(prompts), rows.lora_ids)
 
 
 def _warm_up(rows: Rows, cap: int, kind: LoadKind) -> Rows:
@@ -205,7 +216,7 @@ def draw(recorder: Recorder) -> None:
     """Throughput of every point as a bar, its limit as a line above it."""
     from punica_batch.bench.figure import COLOURS, figure, finish
 
-    lines = recorder.select("throughput")
+    lines = sorted(recorder.select("throughput"), key=place)
     units = list(dict.fromkeys(line["unit"] for line in lines))
     with figure(recorder, "The engine's throughput", max(1, len(units))) as axes:
         for each, unit in zip(axes, units, strict=False):
@@ -224,5 +235,6 @@ def draw(recorder: Recorder) -> None:
                 label="limit of the device",
             )
             names = [f"{p['load']} {p['cap']} {p['adapters']} r{p['ranks']}" for p in parameters]
+            each.margins(y=0.2)  # for the legend
             each.set_xticks(range(len(chosen)), names, rotation=90, fontsize=6)
             finish(each, "", "load, batch cap, adapters, rank", unit)

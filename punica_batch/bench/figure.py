@@ -89,4 +89,5 @@ def _machine(lines: Sequence[JsonDict]) -> str:
         return "nothing was measured"
     line = lines[0]
     versions = line["versions"]
-    return f"{line['gpu'] or CPU_NOTE}, torch {versions['torch']}, {line['commit']}, {line['time'][:10]}"
+    commits = ", ".join(dict.fromkeys(line["commit"] for line in lines))
+    return f"{line['gpu'] or CPU_NOTE}, torch {versions['torch']}, {commits}, {line['time'][:10]}"

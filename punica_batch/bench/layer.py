@@ -26,10 +26,7 @@ def run(options: BenchOptions) -> None:
     steps = ModelSteps(options, device, kv_tokens=max(rows) * max(lengths), adapters=max(rows), layers=layers)
     kinds: list[Popularity | None] = [None, *POPULARITIES]
     points = [(length, n, kind) for length in lengths for n in rows for kind in kinds]
-    for done, (length, n, kind) in enumerate(points):
-        if budget.is_spent:
-            recorder.skipped(len(points) - done)
-            break
+    for length, n, kind in recorder.in_time(points, budget):
         segments, adapters = segments_of(kind, n, device)
         counts = [1] * n
         took = time_step(steps.step(counts, length, segments, head=False), device, seconds=0.1, graph=steps.capturable)

@@ -14,7 +14,9 @@ from punica_batch.models.layers import Linear
 from punica_batch.models.llama import LlamaModel
 from punica_batch.types import Dtype
 
-_ROWS = (1, 16, 32, 64, 128, 256, 512, 1024, 2048)
+_ROWS = (1, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
+_HEAD_ROWS = 512  # that a step samples at most; beyond, in proportion
+_LARGE = 1024  # rows from which products draw so much power that only the times of a whole second are sustained
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +67,11 @@ class ProductTable:
                 for linear in chosen:
                     linear.apply(x[linear.weight.shape[1]])
 
-            return time_step(step, model.device, repeats=10, seconds=0.2).median
+            repeats, seconds = (1000, 1.0) if count >= _LARGE else (10, 0.2)
+            return time_step(step, model.device, repeats=repeats, seconds=seconds).median
 
-        return cls(rows, [timed(linears, n) for n in rows], [timed([model.lm_head], n) for n in rows])
+        head = {n: timed([model.lm_head], min(n, _HEAD_ROWS)) * max(1.0, n / _HEAD_ROWS) for n in rows}
+        return cls(rows, [timed(linears, n) for n in rows], list(head.values()))
 
     def seconds(self, tokens: int, sampled: int) -> float:
         return self._at(self.layers, tokens) + self._at(self.head, sampled)

@@ -29,10 +29,7 @@ def run(options: BenchOptions) -> None:
     cases |= {"mix": (ranks, high), f"{low} beside {high}": ((low,), high)}
     hidden = shape_config(options.model_shape).hidden_size
     roof, recorder, budget = ceilings(device, dtype), Recorder("rank", options), options.budget()
-    for done, (name, (turn, max_rank)) in enumerate(cases.items()):
-        if budget.is_spent:
-            recorder.skipped((len(cases) - done) * len(rows) * len(POPULARITIES))
-            break
+    for name, (turn, max_rank) in recorder.in_time(cases.items(), budget):
         slots = [turn[i % len(turn)] for i in range(max(rows))]
         add_on = AddOn([(hidden, (hidden,))], layers, slots, dtype, device, max_rank)
         for n in rows:

@@ -10,17 +10,19 @@ import statistics
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from punica_batch.bench.options import SCHEMA_VERSION, BenchOptions
+from punica_batch.bench.options import SCHEMA_VERSION, BenchOptions, Budget
 from punica_batch.errors import JobError
 from punica_batch.types import JsonDict
+
+T = TypeVar("T")
 
 CPU_NOTE = "run on the CPU to show that the command works: its times mean nothing"
 _PACKAGES = ("torch", "triton", "flashinfer-python", "vllm", "transformers", "peft")
@@ -134,6 +136,16 @@ class Recorder:
         print(f"{self.name}: {_summary(line)}", file=sys.stderr, flush=True)
         return line
 
+    def in_time(self, points: Iterable[T], budget: Budget) -> Iterator[T]:
+        """Those of ``points`` that come up before the time is up; says how many do not."""
+        left_out = 0
+        for point in points:
+            if budget.is_spent:
+                left_out += 1
+            else:
+                yield point
+        self.skipped(left_out)
+
     def skipped(self, points: int) -> None:
         """Says that ``points`` were left out when the time was up."""
         if points:
@@ -161,15 +173,16 @@ def environment(device: str) -> JsonDict:
 
 
 def commit() -> str:
-    """Of the code that runs: git's, with ``-dirty`` where tracked files differ; ``PUNICA_BATCH_COMMIT`` where a copy
-    has no git; else the package's version."""
+    """Of the code that runs: ``PUNICA_BATCH_COMMIT``, for a copy whose git is not there or is another's; git's, with
+    ``-dirty`` where tracked files differ; else the package's version."""
+    if named := os.environ.get("PUNICA_BATCH_COMMIT"):
+        return named
     folder = Path(__file__).parent
     described = _git(folder, "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty")
-    if described and _git(
-        folder, "ls-files", "--error-unmatch", "../__init__.py"
-    ):  # not that of another project around it
+    # not that of another project around it
+    if described and _git(folder, "ls-files", "--error-unmatch", "../__init__.py"):
         return described
-    return os.environ.get("PUNICA_BATCH_COMMIT") or f"version {_version('punica-batch') or 'unknown'}"
+    return f"version {_version('punica-batch') or 'unknown'}"
 
 
 def _git(folder: Path, *arguments: str) -> str | None:

@@ -21,7 +21,8 @@ def redraw(results: Path) -> list[Path]:
     if not runs:
         raise UsageError(f"{results}: no results of punica-batch bench: run it, or name their folder by --results")
     paths = []
-    for lines in sorted(runs, key=lambda lines: str(lines[-1]["time"])):  # runs that differ in rank share a figure
+    # runs that differ in rank share a figure, and so do quick ones with whole ones
+    for lines in sorted(runs, key=lambda lines: (not lines[0]["quick"], str(lines[-1]["time"]))):
         recorder = Recorder.of_run(lines, results)
         import_module(modules[recorder.name]).draw(recorder)
         paths.append(recorder.figure_path)

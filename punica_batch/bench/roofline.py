@@ -23,17 +23,11 @@ def run(options: BenchOptions) -> None:
     layers = options.pick(full=64, quick=32, tiny=2)
     hidden = shape_config(options.model_shape).hidden_size
     roof, recorder, budget = ceilings(device, dtype), Recorder("roofline", options), options.budget()
-    recorder.write("copy bandwidth", "TB/s", roof.copy / 1e12)
-    recorder.write("matrix product", "TFLOP/s", roof.product / 1e12)
+    roof.write(recorder)
     add_on = AddOn([(hidden, (hidden,))], layers, [options.rank] * most_adapters, dtype, device)
-    points = [(kind, n) for n in rows for kind in POPULARITIES]
-    for done, (kind, n) in enumerate(points):
-        if budget.is_spent:
-            recorder.skipped(len(points) - done)
-            break
-        segments, lengths = segments_of(kind, n, device) if kind != "distinct" or n <= most_adapters else (None, [])
-        if segments is None:
-            continue
+    points = [(kind, n) for n in rows for kind in POPULARITIES if kind != "distinct" or n <= most_adapters]
+    for kind, n in recorder.in_time(points, budget):
+        segments, lengths = segments_of(kind, n, device)
         flop, moved = add_on.flop(lengths), add_on.moved(lengths)
         took = time_step(add_on.step(backend_for(device).add_lora, segments), device, seconds=0.1)
         recorder.write(

@@ -54,7 +54,7 @@ def run(options: BenchOptions) -> None:
     counts = [n for n in (1, 2) if device.type == "cpu" or n <= torch.cuda.device_count()]
     with tempfile.TemporaryDirectory(dir=memory_folder(size)) as root:
         folder = Path(root)
-        _write_model(folder, options, config, device)
+        write_model(folder, options, config, device)
         free_memory(device)  # the workers' from now on
         for count in counts:
             tokens = write_rows(folder / f"rows-{count}.parquet", sizes.rows, sizes.longest, count)
@@ -67,7 +67,8 @@ def run(options: BenchOptions) -> None:
     draw(recorder)
 
 
-def _write_model(folder: Path, options: BenchOptions, config: ModelConfig, device: torch.device) -> None:
+def write_model(folder: Path, options: BenchOptions, config: ModelConfig, device: torch.device) -> None:
+    """``folder / "model"`` of random weights with a tokenizer, and ``folder / "adapters"`` for it."""
     (folder / "model").mkdir()
     (folder / "adapters").mkdir()
     model = random_weights(config, getattr(torch, options.dtype), device)

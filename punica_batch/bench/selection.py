@@ -22,7 +22,7 @@ MIXED_RANKS = (8, 16, 64, 128)
 class Selection:
     """``caps``: rows that run at once. ``ranks``: each of them one rank, or several that a job's adapters have in turn.
     ``share``: of each load's rows, 1 for figures to be quoted. ``longest``: tokens of the decode load's longest row.
-    ``batched_tokens``: a step's at most. Raises ``UsageError`` for what there is not."""
+    ``batched_tokens``: a step's at most; None: a job's default. Raises ``UsageError`` for what there is not."""
 
     loads: tuple[LoadKind, ...] = LOADS
     caps: tuple[int, ...] = (32, 256)
@@ -30,7 +30,7 @@ class Selection:
     ranks: tuple[tuple[int, ...], ...] = ((16,),)
     share: float = 1.0
     longest: int = 512
-    batched_tokens: int = 2048
+    batched_tokens: int | None = None
 
     def __post_init__(self) -> None:
         for name, given, known in (("load", self.loads, LOADS), ("popularity", self.adapters, ADAPTERS)):
@@ -47,7 +47,7 @@ class Selection:
         few: tuple[Adapters, ...] = ("none", "identical", "distinct")
         return options.pick(
             full=cls(ranks=ranks),
-            quick=cls(loads=("decode",), adapters=few, ranks=ranks, share=0.25),
+            quick=cls(loads=("decode",), caps=(32,), adapters=few, ranks=ranks, share=0.5),
             tiny=cls(caps=(4,), adapters=few, ranks=ranks, share=0.03, longest=48),
         )
 
@@ -58,7 +58,7 @@ class Selection:
         caps: str | None,
         adapters: str | None,
         ranks: tuple[tuple[int, ...], ...],
-        batched_tokens: int,
+        batched_tokens: int | None,
     ) -> Selection:
         """This one with what the command line names, separated by commas, in its place; None leaves it."""
         try:
@@ -75,7 +75,8 @@ class Selection:
         )
 
     def points(self) -> Iterator[tuple[LoadKind, Adapters]]:
-        return product(self.loads, self.adapters)
+        """Kind of adapters by kind: where the time runs out, each load has been measured with the first ones."""
+        return ((kind, adapters) for adapters, kind in product(self.adapters, self.loads))
 
     def rows(self, kind: LoadKind, cap: int) -> int:
         """How many a load has at this cap: as at the next cap for which that is laid down."""

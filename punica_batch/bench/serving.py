@@ -67,11 +67,19 @@ def add(engine: Engine, rows: Rows) -> None:
         engine.add(Request(row, prompt, lora_id, SamplingParams(max_tokens=new, ignore_eos=True)))
 
 
+def steps_to_prefill(prompt_tokens: int, rows: int, batched_tokens: int) -> int:
+    """The most steps that ``rows`` need until all of them decode, where a step computes ``batched_tokens``."""
+    return 1 + -(-prompt_tokens // max(1, batched_tokens - rows))
+
+
 def start(engine: Engine, rows: Rows) -> None:
-    """Runs steps until all of them decode: an idle engine with room for them has steady steps then."""
+    """Runs steps until all of them decode: an idle engine with room for them, and for their adapters, has steady steps
+    then. Each row needs ``steps_to_prefill`` new tokens beside those to come."""
+    # their adapters first: a row that waits for its own begins when others are near their end
+    serve(engine, Rows([prompt[:1] for prompt in rows.prompts], [1] * len(rows.new), rows.lora_ids))
     before = engine.stats().prompt_tokens
     add(engine, rows)
-    prompt_tokens = sum(map(len, rows.prompts))
+    prompt_tokens = sum(len(prompt) for prompt in rows.prompts if len(prompt) > 1)  # one token is as a decode's
     while engine.has_work and engine.stats().prompt_tokens - before < prompt_tokens:
         engine.step()
     for _ in range(SETTLE_STEPS):

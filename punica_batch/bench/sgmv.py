@@ -32,10 +32,7 @@ def run(options: BenchOptions) -> None:
     add_on = AddOn([(hidden, (hidden,))], layers, [options.rank] * max(rows), dtype, device)
     gathered = [GatherBmm(group) for group in add_on.groups]
     points = [(name, kind, n) for name in COLOURS for kind in POPULARITIES for n in rows]
-    for done, (name, kind, n) in enumerate(points):
-        if budget.is_spent:
-            recorder.skipped(len(points) - done)
-            break
+    for name, kind, n in recorder.in_time(points, budget):
         segments, lengths = segments_of(kind, n, device)
         took = time_step(_step(name, add_on, gathered, segments), device, seconds=0.1).scaled(1e6 / layers)
         limit = 1e6 * roof.seconds(add_on.moved(lengths, activations=False), add_on.flop(lengths))

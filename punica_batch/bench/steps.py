@@ -15,6 +15,7 @@ from punica_batch_kernels.sgmv.types import Segments
 from punica_batch.adapters.digest import cache_folder
 from punica_batch.bench.add_on import fill
 from punica_batch.bench.device import Ceilings
+from punica_batch.bench.limits import Work, limit_of
 from punica_batch.bench.options import BenchOptions
 from punica_batch.bench.shapes import shape_config
 from punica_batch.engine.kv_cache import KVCache
@@ -40,7 +41,7 @@ class ModelSteps:
         if layers is not None:
             config = replace(config, num_hidden_layers=layers, sliding_windows=config.sliding_windows[:layers])
         self.config, self.device = config, device
-        self.dtype: torch.dtype = getattr(torch, options.dtype)
+        self._dtype_name, self.dtype = options.dtype, getattr(torch, options.dtype)
         shape = AttentionShape(config.num_attention_heads, config.num_key_value_heads, config.head_dim)
         kernels = kernels_for(device, self.dtype, shape, cache=cache_folder())
         self.note, self.capturable = kernels.note, kernels.capturable
@@ -82,18 +83,12 @@ class ModelSteps:
 
     def limit(self, ceilings: Ceilings, counts: list[int], kv_len: int, adapters: int, *, head: bool = True) -> float:
         """Seconds that the step needs at the least: products, attention and adapters' weights, one after the other."""
-        config, size = self.config, self.dtype.itemsize
-        rows, s = sum(counts), len(counts)
-        modules = config.lora_modules()
-        layers = sum(out * into for name, (out, into) in modules.items() if ".layers." in name)
-        seconds = ceilings.seconds(layers * size, 2.0 * layers * rows)
-        if head:
-            out, into = modules["lm_head"]
-            seconds += ceilings.seconds(out * into * size, 2.0 * out * into * s)
-        kv = 2 * config.num_hidden_layers * config.kv_size * kv_len * s * size
-        pairs = sum(n * kv_len - n * (n - 1) / 2 for n in counts)
-        seconds += ceilings.seconds(kv, 4.0 * config.num_hidden_layers * config.q_size * pairs)
-        return seconds + ceilings.seconds(adapters * self.adapter_bytes)
+        work = Work(
+            tokens=sum(counts), sampled=len(counts) if head else 0, kv_tokens=len(counts) * kv_len,
+            pairs=sum(n * kv_len - n * (n - 1) // 2 for n in counts), adapters=tuple(range(adapters)),
+        )  # fmt: skip
+        sizes = [self.adapter_bytes] * adapters
+        return limit_of([work], self.config, self._dtype_name, ceilings, sizes).seconds
 
     @property
     def adapter_bytes(self) -> int:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from string import ascii_lowercase
 
 from punica_batch.bench.options import SCHEMA_VERSION
+from punica_batch.bench.selection import ADAPTERS, LOADS
 from punica_batch.errors import UsageError
 from punica_batch.types import JsonDict
 
 # Lines that agree in these were measured alike: of those the latest run counts.
 _ALIKE = ("bench", "gpu", "model_shape", "dtype", "rank", "device")
+# ... and of these benchmarks, which take long, of each point; a quick run does not stand for a whole one.
+_POINTS = {"engine": ("load", "cap", "adapters", "ranks")}
 
 
 def markdown(results: Path, *, everything: bool = False) -> str:
@@ -24,8 +28,13 @@ def markdown(results: Path, *, everything: bool = False) -> str:
         raise UsageError(
             f"{results}: no results of punica-batch bench: run it first, or name their folder by --results"
         )
-    tables = [_section(lines if everything else [line for line in lines if line["headline"]]) for lines in runs]
-    return "\n\n".join(table for table in tables if table)
+    tables = []
+    for lines in runs:
+        chosen = lines if everything else [line for line in lines if line["headline"]]
+        if chosen:
+            is_grid = chosen[0]["bench"] == "engine" and not everything
+            tables.append(_grid(chosen) if is_grid else _section(chosen))
+    return "\n\n".join(tables)
 
 
 def read_lines(results: Path) -> list[JsonDict]:
@@ -40,32 +49,81 @@ def read_lines(results: Path) -> list[JsonDict]:
 
 
 def latest_runs(lines: Iterable[JsonDict]) -> list[list[JsonDict]]:
-    """The lines of the last run of each benchmark, GPU, shape, dtype and rank."""
-    runs: dict[tuple[object, ...], list[JsonDict]] = {}
+    """The lines of the last run of each benchmark, GPU, shape, dtype and rank; of the engine's, of the last run of each
+    point, whole loads and quick runs apart."""
+    points: dict[tuple[object, ...], list[JsonDict]] = {}
     for line in lines:
-        key = tuple(line[name] for name in _ALIKE)
-        if key in runs and runs[key][0]["run"] != line["run"]:
-            runs[key] = []
-        runs.setdefault(key, []).append(line)
+        key = _alike(line)
+        if line["bench"] in _POINTS:
+            key += tuple(line["parameters"].get(name) for name in _POINTS[line["bench"]])
+        if key in points and points[key][0]["run"] != line["run"]:
+            points[key] = []
+        points.setdefault(key, []).append(line)
+    runs: dict[tuple[object, ...], list[JsonDict]] = {}
+    for chosen in points.values():
+        runs.setdefault(_alike(chosen[0]), []).extend(chosen)
     return list(runs.values())
 
 
+def _alike(line: JsonDict) -> tuple[object, ...]:
+    quick = (line["quick"],) if line["bench"] in _POINTS else ()
+    return (*(line[name] for name in _ALIKE), *quick)
+
+
+def _grid(lines: Sequence[JsonDict]) -> str:
+    """The engine's throughput: a row a load, batch cap and ranks, a column a popularity, each figure with its share of
+    its own limit and a letter for the run that it comes from."""
+    lines = sorted(lines, key=place)
+    runs = dict(zip(dict.fromkeys(map(_source, lines)), ascii_lowercase, strict=False))
+    columns = [kind for kind in ADAPTERS if any(line["parameters"]["adapters"] == kind for line in lines)]
+    cells: dict[tuple[int, int, str, str], dict[str, str]] = {}
+    for line in lines:
+        about = line["parameters"]
+        row = (LOADS.index(about["load"]), about["cap"], about["ranks"], line["unit"])
+        share = 100 * line["median"] / line["limit"]
+        cells.setdefault(row, {})[about["adapters"]] = (
+            f"{_number(line['median'])} ({share:.0f} %) {runs[_source(line)]}"
+        )
+    heads = ["load", "batch cap", "rank", "unit", *columns]
+    table = [heads, ["---"] * len(heads)]
+    for (load, cap, ranks, unit), own in sorted(cells.items()):
+        table.append([LOADS[load], str(cap), ranks, unit, *(own.get(column, "") for column in columns)])
+    sources = [f"- {letter}: commit {commit}, `{command}`" for (commit, command), letter in runs.items()]
+    title = f"**engine** ({_machine(lines[0])}; in brackets the share of the device's limit)"
+    return "\n".join([title, "", *_rows(table), "", *sources])
+
+
+def place(line: JsonDict) -> tuple[int, int, str, int]:
+    """Of a figure of the engine's among others."""
+    about = line["parameters"]
+    return LOADS.index(about["load"]), about["cap"], about["ranks"], ADAPTERS.index(about["adapters"])
+
+
+def _source(line: JsonDict) -> tuple[str, str]:
+    return line["commit"], line["command"]
+
+
 def _section(lines: Sequence[JsonDict]) -> str:
-    if not lines:
-        return ""
     first = lines[0]
     names = list(dict.fromkeys(name for line in lines for name in line["parameters"]))
     heads = ["measured", *names, "median", "p10 to p90", "limit", "of the limit"]
     rows = [[line["what"], *(_cell(line["parameters"].get(name)) for name in names), *_figures(line)] for line in lines]
-    table = [heads, ["---"] * len(heads), *rows]
-    where = ", ".join(
-        [
-            first["gpu"] or "CPU (times mean nothing)", f"{first['model_shape']} shape", first["dtype"],
-            f"rank {first['rank']}", f"torch {first['versions']['torch']}", f"commit {first['commit']}",
-            f"`{first['command']}`",
-        ]
-    )  # fmt: skip
-    return "\n".join([f"**{first['bench']}** ({where})", "", *("| " + " | ".join(row) + " |" for row in table)])
+    rank = f"rank {first['rank']}"
+    where = f"{_machine(first, rank)}, commit {first['commit']}, `{first['command']}`"
+    return "\n".join([f"**{first['bench']}** ({where})", "", *_rows([heads, ["---"] * len(heads), *rows])])
+
+
+def _machine(line: JsonDict, *more: str) -> str:
+    versions = line["versions"]
+    named = ("torch", "triton", "flashinfer-python")
+    software = [f"{name.removesuffix('-python')} {versions[name]}" for name in named if versions.get(name)]
+    gpu = line["gpu"] or "CPU (times mean nothing)"
+    driver = [f"driver {line['driver']}"] if line["driver"] else []
+    return ", ".join([gpu, f"{line['model_shape']} shape", line["dtype"], *more, *software, *driver])
+
+
+def _rows(table: Sequence[Sequence[str]]) -> list[str]:
+    return ["| " + " | ".join(row) + " |" for row in table]
 
 
 def _figures(line: JsonDict) -> list[str]:

@@ -101,15 +101,16 @@ def _ours(recorder: Recorder, bench: Workbench, roof: Ceilings, tasks: Sequence[
                 if which is not None:
                     names = [f"{use}-{task.adapters}-{i}" for i in which]
                 served = serve(engine, Rows(task.prompts, [sizes.new] * sizes.rows, names))
-            _write(recorder, "punica-batch", task, served.seconds, _limit(bench, roof, task))
+            limit = _limit(bench, roof, task, engine.settings.max_num_batched_tokens)
+            _write(recorder, "punica-batch", task, served.seconds, limit)
     finally:
         engine.close()
 
 
-def _limit(bench: Workbench, roof: Ceilings, task: _Task) -> float:
+def _limit(bench: Workbench, roof: Ceilings, task: _Task, batched_tokens: int) -> float:
     sizes, which = task.sizes, task.which
     adapters = None if which is None else np.array(which)
-    steps = simulate([sizes.prompt] * sizes.rows, [sizes.new] * sizes.rows, sizes.batch, 2048, adapters)
+    steps = simulate([sizes.prompt] * sizes.rows, [sizes.new] * sizes.rows, sizes.batch, batched_tokens, adapters)
     bytes_of = [bench.adapter_bytes(i) for i in range(sizes.rows)]
     return limit_of(steps, bench.config, bench.dtype, roof, bytes_of).seconds
 
@@ -117,24 +118,20 @@ def _limit(bench: Workbench, roof: Ceilings, task: _Task) -> float:
 def _peft(recorder: Recorder, peft: HfPeft, tasks: Sequence[_Task], budget: Budget) -> None:
     device = open_device(recorder.options.device)
     peft.mixed(tasks[0].prompts, None, 2, tasks[0].sizes.batch)  # warm-up
-    skipped = 0
+    runs = []
     for task in tasks:
         sizes, which = task.sizes, task.which
-        runs = [("PEFT mixed", partial(peft.mixed, task.prompts, which, sizes.new, sizes.batch))]
+        runs.append(("PEFT mixed", task, partial(peft.mixed, task.prompts, which, sizes.new, sizes.batch)))
         if which is not None:
-            runs.append(("PEFT loop", partial(peft.loop, task.prompts, which, sizes.new, sizes.batch)))
-        for system, generate in runs:
-            if budget.is_spent:
-                skipped += 1
-                continue
-            synchronize(device)
-            began = time.perf_counter()
-            answers = generate()
-            seconds = time.perf_counter() - began
-            if any(len(answer) != sizes.new for answer in answers):
-                raise JobError(f"{system} did not give each row its {sizes.new} tokens")
-            _write(recorder, system, task, seconds)
-    recorder.skipped(skipped)
+            runs.append(("PEFT loop", task, partial(peft.loop, task.prompts, which, sizes.new, sizes.batch)))
+    for system, task, generate in recorder.in_time(runs, budget):
+        synchronize(device)
+        began = time.perf_counter()
+        answers = generate()
+        seconds = time.perf_counter() - began
+        if any(len(answer) != task.sizes.new for answer in answers):
+            raise JobError(f"{system} did not give each row its {task.sizes.new} tokens")
+        _write(recorder, system, task, seconds)
 
 
 def _vllm(recorder: Recorder, bench: Workbench, tasks: Sequence[_Task]) -> None:

@@ -12,6 +12,7 @@ import torch
 from punica_batch.bench.device import synchronize
 from punica_batch.bench.serving import SETTLE_STEPS, Rows, drop, start
 from punica_batch.engine.engine import Engine
+from punica_batch.errors import JobError
 from punica_batch.types import Request, SamplingParams
 
 # kind -> parts of its kernels' names, lower case; the first that fits counts
@@ -40,18 +41,29 @@ class DeviceEvent:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Seconds a step. ``kinds``: the device's time by kind (kernels that run side by side count each); ``busy``: time
-    in which anything ran; ``wall``: of the same steps before, unprofiled. ``kernels``: how many a step."""
+    """Seconds a step, of steps in which at least ``rows`` rows ran and ``tokens`` tokens were computed.
+
+    ``kinds``: the device's time by kind, each kernel's own: together more than ``busy`` where kernels run side by side
+    (a dependent launch begins before the one it waits for ends). ``busy``: time in which anything ran. ``wall``: of as
+    many steps of the same batch just before, unprofiled. ``kernels``: how many a step.
+    """
 
     kinds: dict[str, float]
     busy: float
     wall: float
     kernels: float
+    rows: int
+    tokens: float
+
+    @property
+    def gaps(self) -> float:
+        """In which the device had nothing to do; 0 where profiling made the kernels longer than the whole step was."""
+        return max(0.0, self.wall - self.busy)
 
     @property
     def host_share(self) -> float:
-        """Of the wall time, that in which the device had nothing to do."""
-        return max(0.0, 1 - self.busy / self.wall)
+        """The gaps' share of the wall time."""
+        return self.gaps / self.wall
 
 
 def kind_of(name: str) -> str:
@@ -69,24 +81,26 @@ def busy_seconds(events: Iterable[DeviceEvent]) -> float:
     return float(total)
 
 
-def profile_steps(step: Callable[[], object], count: int, device: torch.device) -> Timeline:
-    """``count`` calls of ``step`` timed, then as many profiled. On a CPU nothing is profiled: all of it is busy.
+def profile_steps(engine: Engine, step: Callable[[], object], count: int, rows: int, slack: float = 0.0) -> Timeline:
+    """``count`` calls of ``step`` timed, then as many profiled, while ``rows`` rows run all the time. On a CPU nothing
+    is profiled: all of it is busy.
 
     Timed without waiting for the device at either end: an engine that plans ahead is kept in step by what it collects.
+    Raises ``JobError`` where fewer rows ran, or where the two measurements differ by over ``slack`` tokens a step.
     """
+    device = engine.runner.kv_cache.device
     for _ in range(SETTLE_STEPS):
         step()
     began = time.perf_counter()
-    for _ in range(count):
-        step()
+    timed = _tokens_a_step(engine, step, count, rows)
     wall = (time.perf_counter() - began) / count
     synchronize(device)
     if device.type != "cuda":
-        return Timeline({}, wall, wall, 0.0)
+        return Timeline({}, wall, wall, 0.0, rows, timed)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        for _ in range(count):
-            step()
+        profiled = _tokens_a_step(engine, step, count, rows)
         torch.cuda.synchronize(device)
+    require_alike(timed, profiled, slack)
     events = [
         DeviceEvent(event.name, event.time_range.start / 1e6, event.time_range.end / 1e6)
         for event in profiler.events() or []
@@ -96,22 +110,42 @@ def profile_steps(step: Callable[[], object], count: int, device: torch.device) 
     for event in events:
         kind = kind_of(event.name)
         kinds[kind] = kinds.get(kind, 0.0) + (event.end - event.start) / count
-    return Timeline(kinds, busy_seconds(events) / count, wall, len(events) / count)
+    return Timeline(kinds, busy_seconds(events) / count, wall, len(events) / count, rows, timed)
+
+
+def _tokens_a_step(engine: Engine, step: Callable[[], object], count: int, rows: int) -> float:
+    """Runs ``count`` steps; the tokens of prompts and answers that each computed."""
+    before = engine.stats()
+    for _ in range(count):
+        step()
+    after = engine.stats()
+    running = min(before.running, after.running)
+    if running < rows:
+        raise JobError(f"{running} rows ran where {rows} were to: the steps are not alike")
+    computed = after.prompt_tokens + after.generated_tokens - before.prompt_tokens - before.generated_tokens
+    return computed / count
+
+
+def require_alike(timed: float, profiled: float, slack: float) -> None:
+    """Tokens a step of two measurements that are compared. Raises ``JobError``."""
+    if abs(timed - profiled) > slack:
+        raise JobError(f"a timed step computed {timed:g} tokens and a profiled one {profiled:g}: they are not alike")
 
 
 def decode_timeline(engine: Engine, rows: Rows, count: int = 16) -> Timeline:
-    """Of steps in which each of ``rows`` decodes one token. They need ``3 * count`` new tokens or more."""
-    start(engine, rows)
-    timeline = profile_steps(engine.step, count, engine.runner.kv_cache.device)
-    drop(engine, len(rows.new))
-    return timeline
+    """Of steps in which each of ``rows`` decodes one token. Their answers must outlast ``start`` and three times
+    ``count`` steps; raises ``JobError`` as ``profile_steps`` does."""
+    try:
+        start(engine, rows)
+        return profile_steps(engine, engine.step, count, len(rows.new))
+    finally:
+        drop(engine, len(rows.new))
 
 
 def mixed_timeline(engine: Engine, rows: Rows, count: int = 16) -> Timeline:
     """As ``decode_timeline``, but a new row arrives before each step: the last one's prompt and adapter. It ends with
     its first token, so that its place is free for the next."""
     decoding = rows.first(len(rows.new) - 1)
-    start(engine, decoding)
     arrived = len(decoding.new)
 
     def step() -> None:
@@ -120,6 +154,9 @@ def mixed_timeline(engine: Engine, rows: Rows, count: int = 16) -> Timeline:
         arrived += 1
         engine.step()
 
-    timeline = profile_steps(step, count, engine.runner.kv_cache.device)
-    drop(engine, arrived)
-    return timeline
+    try:
+        start(engine, decoding)
+        # one prompt more or less may fall into the measured steps
+        return profile_steps(engine, step, count, len(decoding.new), (1 + len(rows.prompts[-1])) / count)
+    finally:
+        drop(engine, arrived)

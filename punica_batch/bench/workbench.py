@@ -8,6 +8,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,8 @@ from tokenizers import decoders, models, pre_tokenizers
 from punica_batch.bench.shapes import SHAPES
 from punica_batch.engine.build import assemble_engine, engine_kernels
 from punica_batch.engine.engine import Engine
-from punica_batch.engine.settings import EngineSettings
+from punica_batch.engine.settings import DEFAULT_BATCHED_TOKENS, EngineSettings
+from punica_batch.engine.startup import share_interpreter
 from punica_batch.models.config import DTYPE_BYTES, ModelConfig
 from punica_batch.models.llama import LlamaModel
 from punica_batch.models.weights import random_weights
@@ -57,6 +59,10 @@ class Workbench:
         modules = [size for name, size in self.config.lora_modules().items() if ".layers." in name]
         return rank * sum(out + into for out, into in modules) * DTYPE_BYTES[self.dtype]
 
+    def step_tokens(self, cap: int) -> int:
+        """Tokens of a step at most, as in a job that does not say how many."""
+        return max(DEFAULT_BATCHED_TOKENS[self.model.device.type], cap)
+
     def specs(self, name: str, count: int, rank: int | None = None) -> dict[str, AdapterSpec]:
         """``count`` adapters called ``name``-0, ``name``-1, ..., all of one ``rank`` or of the ranks in turn."""
         all_ranks = [self.ranks[i % len(self.ranks)] for i in range(FOLDERS)]
@@ -72,10 +78,12 @@ class Workbench:
         adapters: dict[str, AdapterSpec],
         distinct: int,
         max_rank: int | None = None,
-        batched_tokens: int = 2048,
+        batched_tokens: int | None = None,
+        trust_stamps: bool = False,
     ) -> Engine:
         """An engine for rows of up to ``longest`` tokens that name ``adapters``, at most ``distinct`` of them in one
-        load, of the ranks in turn or all of ``max_rank``; KV blocks for a full batch of them, or as many as fit."""
+        load, of the ranks in turn or all of ``max_rank``; KV blocks for a full batch of them, or as many as fit. Every
+        load digests its file, as several names share one, unless ``trust_stamps``: then only the first of a file."""
         device = self.model.device
         sizes = [self.bytes_of_rank(max_rank) if max_rank else self.adapter_bytes(i) for i in range(cap + SPARE_SLOTS)]
         slots = max(1, min(distinct, len(sizes)))
@@ -85,12 +93,14 @@ class Workbench:
         settings = EngineSettings(
             model="random", dtype=self.dtype, kv_cache_dtype=self.dtype, device=str(device),
             num_blocks=cap * -(-(longest + 1) // _BLOCK_SIZE), block_size=_BLOCK_SIZE, max_num_seqs=cap,
-            max_num_batched_tokens=batched_tokens, max_model_len=longest + 1, max_loras=slots,
+            max_num_batched_tokens=batched_tokens or self.step_tokens(cap), max_model_len=longest + 1, max_loras=slots,
             max_lora_rank=max_rank or max(self.ranks), max_lora_bytes=sum(sizes[:slots]),
-            adapters=adapters,
+            adapters=adapters, trust_stamps=trust_stamps,
         )  # fmt: skip
         engine = assemble_engine(self.model, self.tokenizer, settings)
         engine.warm_up()
+        if device.type == "cuda":
+            share_interpreter()
         return engine
 
 
@@ -116,10 +126,10 @@ def write_adapters(
     root: Path, config: ModelConfig, ranks: Sequence[int], dtype: Dtype, device: torch.device
 ) -> list[Path]:
     """``FOLDERS`` PEFT folders with random A and B on all seven projections of every layer."""
-    generator = torch.Generator(device=device).manual_seed(1)
     modules = {name: size for name, size in config.lora_modules().items() if ".layers." in name}
-    folders = []
-    for i in range(FOLDERS):
+
+    def write(i: int) -> Path:
+        generator = torch.Generator(device=device).manual_seed(i)
         rank, folder, tensors = ranks[i % len(ranks)], root / f"adapter{i}", dict[str, torch.Tensor]()
         folder.mkdir()
         for name, (out, into) in modules.items():
@@ -131,8 +141,10 @@ def write_adapters(
         targets = sorted({name.rpartition(".")[2] for name in modules})
         about = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": rank, "bias": "none"}
         (folder / "adapter_config.json").write_text(json.dumps(about | {"target_modules": targets}))
-        folders.append(folder)
-    return folders
+        return folder
+
+    with ThreadPoolExecutor(FOLDERS) as pool:
+        return list(pool.map(write, range(FOLDERS)))
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:

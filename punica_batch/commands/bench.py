@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
@@ -67,8 +68,9 @@ def _run(benches: Sequence[Bench], options: BenchOptions) -> int:
     from punica_batch.ui.lines import write_line
 
     check(options)
-    failed = []
+    failed, seconds = [], dict[str, float]()
     for bench in benches:
+        began = time.monotonic()
         try:
             run_bench(bench, options)
         except Exception as error:  # of any library
@@ -77,6 +79,10 @@ def _run(benches: Sequence[Bench], options: BenchOptions) -> int:
             failed.append(bench.name)
             line = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             write_line(f"punica-batch: bench {bench.name}: {line}", sys.stderr)
+        seconds[bench.name] = time.monotonic() - began
+    if len(benches) > 1:
+        each = ", ".join(f"{name} {took:.0f} s" for name, took in seconds.items())
+        write_line(f"{each}; in all {sum(seconds.values()):.0f} s", sys.stderr)
     return 1 if failed else 0
 
 
@@ -86,7 +92,7 @@ Adapters = Annotated[
     str | None, typer.Option(help="Of none,identical,skewed,uniform,distinct. Default: all.", metavar="NAMES")
 ]
 Ranks = Annotated[str, typer.Option(help="Of the adapters: numbers, and mix for several in a job.", metavar="N,N")]
-BatchedTokens = Annotated[int, typer.Option(help="A step's tokens at most.", metavar="N")]
+BatchedTokens = Annotated[int | None, typer.Option(help="A step's tokens at most. Default: as a job's.", metavar="N")]
 
 
 def _engine(
@@ -96,7 +102,7 @@ def _engine(
     caps: Caps = None,
     adapters: Adapters = None,
     ranks: Ranks = "16",
-    batched_tokens: BatchedTokens = 2048,
+    batched_tokens: BatchedTokens = None,
     quick: Quick = False,
     seconds: Seconds = None,
     results: Results = None,
@@ -123,7 +129,7 @@ def _engine(
 for _bench in BENCHES:
     app.command(_bench.name)(_engine if _bench.name == "engine" else _command([_bench], _bench.summary))
 app.command("all")(
-    _command([b for b in BENCHES if b.in_all], "All of them but tune; --quick takes under 8 minutes on an H200.")
+    _command([b for b in BENCHES if b.in_all], "Those that take minutes; --quick: under 8 minutes in all on an H200.")
 )
 
 

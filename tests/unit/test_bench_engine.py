@@ -20,9 +20,17 @@ from punica_batch.bench.limits import ProductTable, Work, limit_of, simulate
 from punica_batch.bench.options import BenchOptions
 from punica_batch.bench.popularity import load, popularity
 from punica_batch.bench.selection import MIXED_RANKS, Selection, parse_ranks
-from punica_batch.bench.serving import SETTLE_STEPS, Rows, drop, serve, start
+from punica_batch.bench.serving import SETTLE_STEPS, Rows, drop, serve, start, steps_to_prefill
 from punica_batch.bench.shapes import SHAPES
-from punica_batch.bench.timeline import DeviceEvent, Timeline, busy_seconds, kind_of, mixed_timeline
+from punica_batch.bench.timeline import (
+    DeviceEvent,
+    Timeline,
+    busy_seconds,
+    decode_timeline,
+    kind_of,
+    mixed_timeline,
+    require_alike,
+)
 from punica_batch.bench.workbench import FOLDERS, Workbench, workbench
 from punica_batch.errors import JobError, UsageError
 from punica_batch.models.config import ModelConfig
@@ -127,7 +135,16 @@ def test_time_in_which_anything_runs() -> None:
     """Kernels side by side count once, one inside another not at all, gaps not."""
     spans = [(5.0, 6.0), (0.0, 2.0), (1.0, 3.0), (1.5, 1.6)]
     assert busy_seconds(DeviceEvent("k", a, b) for a, b in spans) == pytest.approx(4.0)
-    assert Timeline({}, busy=4.0, wall=5.0, kernels=4).host_share == pytest.approx(0.2)
+    timeline = Timeline({}, busy=4.0, wall=5.0, kernels=4, rows=1, tokens=1)
+    assert (timeline.gaps, timeline.host_share) == (pytest.approx(1.0), pytest.approx(0.2))
+    slowed = Timeline({}, busy=5.5, wall=5.0, kernels=4, rows=1, tokens=1)
+    assert (slowed.gaps, slowed.host_share) == (0.0, 0.0)
+
+
+def test_only_steps_that_are_alike_are_compared() -> None:
+    require_alike(300.0, 310.0, slack=12.0)
+    with pytest.raises(JobError, match=r"300 tokens.*320"):
+        require_alike(300.0, 320.0, slack=12.0)
 
 
 def test_a_load_through_the_engine(bench: Workbench) -> None:
@@ -163,11 +180,48 @@ def test_steady_steps_and_their_end(bench: Workbench) -> None:
     drop(engine, 3)
     assert not engine.has_work
     before = engine.stats()
-    assert mixed_timeline(engine, rows, 4).wall > 0
+    mixed = mixed_timeline(engine, rows, 4)
+    assert mixed.wall > 0
+    assert (mixed.rows, mixed.tokens) == (2, 2 + len(rows.prompts[2]) + 1)
     prompts = engine.stats().prompt_tokens - before.prompt_tokens
     assert prompts == len(rows.prompts[0]) + len(rows.prompts[1]) + (SETTLE_STEPS + 4) * len(rows.prompts[2])
     assert not engine.has_work
+    decode = decode_timeline(engine, rows, 4)
+    assert (decode.rows, decode.tokens, decode.host_share) == (3, 3, 0.0)
     engine.close()
+
+
+def test_rows_that_end_too_early_have_no_timeline(bench: Workbench) -> None:
+    """Nor do they stay behind."""
+    engine = bench.engine(cap=3, longest=120, adapters={}, distinct=1)
+    rows = Rows([np.arange(3, 8, dtype=np.int32)] * 3, [60, 60, 12], [None] * 3)
+    with pytest.raises(JobError, match="2 rows ran where 3"):
+        decode_timeline(engine, rows, 8)
+    assert not engine.has_work
+    engine.close()
+
+
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=9),
+    spare=st.integers(1, 30),
+)
+def test_the_steps_of_a_prefill_are_bounded(lengths: list[int], spare: int) -> None:
+    """Played through: so many steps later all rows decode."""
+    budget = len(lengths) + spare
+    bound = steps_to_prefill(sum(lengths), len(lengths), budget)
+    steps = simulate(lengths, [1000] * len(lengths), len(lengths), budget)
+    assert all(step.pairs == 0 for step in steps[bound:])
+
+
+def test_a_timelines_rows_are_half_way_in_its_middle() -> None:
+    rows = Rows.of("chat", 256, 32000, [None] * 256)
+    half_way = engine_bench._half_way(rows, 8192)
+    [new] = set(half_way.new)
+    [prompt] = {len(prompt) for prompt in half_way.prompts}
+    assert prompt + new // 2 == 512 + 64
+    assert half_way.longest <= rows.longest
+    measured = 2 * SETTLE_STEPS + 2 * engine_bench._TIMELINE_STEPS
+    assert new >= steps_to_prefill(256 * prompt, 256, 8192) + measured
 
 
 def test_adapters_on_disk_have_the_ranks_in_turn(bench: Workbench) -> None:
@@ -187,8 +241,8 @@ def test_the_engine_command(tmp_path: Path) -> None:
     written = lines(tmp_path, "engine")
     throughput = [line for line in written if line["what"] == "throughput"]
     assert [(x["parameters"]["load"], x["parameters"]["adapters"], x["unit"]) for x in throughput] == [
-        ("decode", "none", "new tok/s"), ("decode", "distinct", "new tok/s"),
-        ("label", "none", "rows/s"), ("label", "distinct", "rows/s"),
+        ("decode", "none", "new tok/s"), ("label", "none", "rows/s"),
+        ("decode", "distinct", "new tok/s"), ("label", "distinct", "rows/s"),
     ]  # fmt: skip
     for line in throughput:
         about = line["parameters"]
@@ -203,8 +257,10 @@ def test_the_engine_command(tmp_path: Path) -> None:
         )  # fmt: skip
         assert share == pytest.approx(100 * line["median"] / line["limit"], rel=1e-3)
     loaded = [x["parameters"]["adapters_loaded"] for x in written if x["what"] == "adapters loaded"]
-    assert loaded == [0, 3, 0, 10]
-    assert {x["parameters"]["timeline"] for x in written if x["what"] == "timeline"} == {"decode", "mixed"}
+    assert loaded == [0, 0, 3, 10]
+    steps = [x["parameters"] for x in written if x["what"] == "timeline" and x["parameters"]["part"] == "all"]
+    assert [(x["timeline"], x["rows"]) for x in steps] == [("decode", 3), ("mixed", 2)] * 2
+    assert {x["what"] for x in written} >= {"copy bandwidth", "matrix product", "host link"}
     assert (tmp_path / "engine-tiny-float32-cpu.png").stat().st_size > 5000
 
 
@@ -220,11 +276,12 @@ def test_the_overhead_command(tmp_path: Path) -> None:
 
 
 def test_what_is_chosen_on_the_command_line() -> None:
-    given = {"loads": None, "caps": None, "adapters": None, "ranks": ((16,),), "batched_tokens": 2048}
+    given = {"loads": None, "caps": None, "adapters": None, "ranks": ((16,),), "batched_tokens": None}
     assert Selection().choose(**given) == Selection()
     chosen = Selection().choose(**given | {"loads": "chat", "caps": "8,64", "adapters": "none,distinct"})
     assert (chosen.loads, chosen.caps, chosen.adapters) == (("chat",), (8, 64), ("none", "distinct"))
-    assert list(chosen.points()) == [("chat", "none"), ("chat", "distinct")]
+    both = Selection().choose(**given | {"loads": "chat,label", "adapters": "none,distinct"})
+    assert list(both.points()) == [("chat", "none"), ("label", "none"), ("chat", "distinct"), ("label", "distinct")]
     assert parse_ranks("8,mix") == ((8,), MIXED_RANKS)
     assert [Selection().rows(kind, cap) for kind, cap in (("decode", 32), ("chat", 64), ("label", 512))] == [
         256,

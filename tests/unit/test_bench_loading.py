@@ -20,6 +20,7 @@ def test_every_point_loads_its_own_adapters(tmp_path: Path) -> None:
         for count in (1, 4):
             assert ("time to first token", place, count) in points
             assert ("throughput lost while loading", place, count) in points
+    assert ("time to first token", "page cache, digests known", 4) in points
     for line in lines:
         if line["what"] == "time to first token":
             assert line["n"] == line["parameters"]["adapters"]

@@ -14,7 +14,7 @@ import torch
 
 pytest.importorskip("peft")
 pytest.importorskip("matplotlib")
-from punica_batch.bench import scaling, textgen
+from punica_batch.bench import scaling, startup, textgen
 from punica_batch.bench.hf_peft import HfPeft
 from punica_batch.bench.options import BenchOptions
 from punica_batch.bench.popularity import load
@@ -83,6 +83,18 @@ def test_the_scaling_command(tmp_path: Path) -> None:
     assert (one["parameters"]["rows"], two["parameters"]["rows"]) == (6, 12)
     assert written[-1]["median"] == pytest.approx(two["median"] / one["median"], rel=1e-3)
     assert written[-1]["limit"] == 2
+
+
+@pytest.mark.slow
+def test_the_startup_command(tmp_path: Path) -> None:
+    startup.run(options(tmp_path))
+    written = [json.loads(line) for line in (tmp_path / "startup.jsonl").read_text().splitlines()]
+    whole = next(x["median"] for x in written if x["parameters"].get("start") == "later")
+    stages = {x["parameters"]["stage"]: x["median"] for x in written if x["what"] == "stage"}
+    assert {"interpreter", "import torch", "other imports", "kernels", "weights", "kv cache", "graphs"} <= set(stages)
+    assert 0 < max(stages.values()) < whole
+    assert stages["import torch"] > 0.1
+    assert (tmp_path / "startup-tiny-float32-cpu.png").is_file()
 
 
 def test_rows_as_text_have_the_loads_lengths(tmp_path: Path) -> None:

@@ -72,11 +72,12 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
         Recorder("demo", options(tmp_path / "file" / "below"))
 
 
-def test_commit_of_a_copy_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record, "__file__", str(tmp_path / "record.py"))
+def test_commit_of_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is said of it goes before its own git, which may be another's; without either, the version."""
     monkeypatch.setenv("PUNICA_BATCH_COMMIT", "abc1234")
     assert record.commit() == "abc1234"
     monkeypatch.delenv("PUNICA_BATCH_COMMIT")
+    monkeypatch.setattr(record, "__file__", str(tmp_path / "record.py"))
     assert record.commit().startswith("version ")
 
 
@@ -120,6 +121,43 @@ def test_table_shows_the_latest_run_of_each_shape(tmp_path: Path) -> None:
     assert "10 µs" not in text
     assert "1,234" not in text
     assert "| latency | 8 | 1,234 µs | 1 to 2 |  |  |" in markdown(tmp_path, everything=True)
+
+
+def test_the_engines_table_has_the_latest_figure_of_each_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each with its share and the run that it is of; quick runs are not in it; its own lines are found by ``--all``."""
+
+    def run(commit: str, quick: bool, *points: tuple[str, int, str, float]) -> None:
+        monkeypatch.setenv("PUNICA_BATCH_COMMIT", commit)
+        recorder = Recorder("engine", options(tmp_path, quick=quick))
+        for load, cap, adapters, value in points:
+            about = {"load": load, "cap": cap, "adapters": adapters, "ranks": "16"}
+            unit = "rows/s" if load == "label" else "new tok/s"
+            recorder.write("throughput", unit, value, limit=4000.0, headline=not quick, **about)
+            recorder.write("step", "ms", value / 1000, **about)
+
+    run("old", False, ("label", 256, "none", 100.0), ("decode", 256, "none", 1000.0), ("decode", 32, "none", 500.0))
+    run("new", False, ("decode", 256, "distinct", 3000.0), ("decode", 256, "none", 2000.0))
+    run("hasty", True, ("decode", 32, "none", 1.0))
+    whole, quick = latest_runs(read_lines(tmp_path))
+    assert sorted(x["median"] for x in whole if x["what"] == "throughput") == [100.0, 500.0, 2000.0, 3000.0]
+    assert [x["median"] for x in quick if x["what"] == "throughput"] == [1.0]
+    rows = [text for text in markdown(tmp_path).splitlines() if text.startswith("|")]
+    assert rows == [
+        "| load | batch cap | rank | unit | none | distinct |",
+        "| --- | --- | --- | --- | --- | --- |",
+        "| decode | 32 | 16 | new tok/s | 500 (12 %) a |  |",
+        "| decode | 256 | 16 | new tok/s | 2,000 (50 %) b | 3,000 (75 %) b |",
+        "| label | 256 | 16 | rows/s | 100 (2 %) a |  |",
+    ]
+    assert "a: commit old" in markdown(tmp_path)
+    assert "| step | decode | 32 | none | 16 | 0.5 ms |" in markdown(tmp_path, everything=True)
+
+
+def test_the_readmes_table_is_that_of_the_results() -> None:
+    root = Path(__file__).parents[2]
+    printed = markdown(root / "benchmarks" / "results").split("\n\n**")[0]
+    assert printed.startswith("**engine**")
+    assert printed in (root / "README.md").read_text(encoding="utf-8"), "put in what `punica-batch bench table` prints"
 
 
 def test_table_of_nothing(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -9,13 +10,17 @@ import torch
 from punica_batch_kernels.sgmv import backend_for
 from punica_batch_kernels.sgmv.tiles import PER_ROW
 
+from punica_batch.bench import clocks
+from punica_batch.bench import device as device_module
 from punica_batch.bench import steps as steps_module
 from punica_batch.bench.ablations import with_tiles
 from punica_batch.bench.add_on import AddOn, segments_of
 from punica_batch.bench.batching import fitting_tokens
+from punica_batch.bench.clocks import Clocks
 from punica_batch.bench.device import Ceilings, ceilings, host_link, time_step
 from punica_batch.bench.options import BenchOptions
 from punica_batch.bench.popularity import POPULARITIES, Popularity, popularity
+from punica_batch.bench.record import Spread
 from punica_batch.bench.shapes import SHAPES, shape_config
 from punica_batch.bench.steps import ModelSteps
 
@@ -160,3 +165,33 @@ def test_shapes_are_the_models(name: str, parameters: float) -> None:
     assert config.head_dim == 128
     assert set(SHAPES) == {"7b", "8b", "13b", "tiny"}
     assert len(set(popularity("distinct", 9))) == 9
+
+
+def test_the_fastest_way_to_move_bytes_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy and a kernel read and write each byte; an addition reads two."""
+    took = iter([4.0, 1.0, 1.25])
+    monkeypatch.setattr(device_module, "time_step", lambda *_, **__: Spread.of([next(took)]))
+    assert device_module._copy_rate(CPU, torch.float32) == 3 * (1 << 19) / 1.25
+
+
+def test_clock_and_power_while_something_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, enough = iter([(1980, 120_000), (1300, 695_400), (1350, 690_000)]), threading.Event()
+    now = [0, 0]
+
+    def clock_rate(_: torch.device) -> int:
+        try:
+            now[:] = next(read)
+        except StopIteration:
+            enough.set()
+            raise
+        return now[0]
+
+    monkeypatch.setattr(clocks, "_PERIOD", 0.001)
+    monkeypatch.setattr(torch.cuda, "clock_rate", clock_rate)
+    monkeypatch.setattr(torch.cuda, "power_draw", lambda _: now[1])
+    with Clocks(torch.device("cuda")) as watched:
+        assert enough.wait(10)
+    assert watched.medians == {"sm_clock_mhz": 1350, "power_w": 690}
+    with Clocks(CPU) as nothing:
+        pass
+    assert nothing.medians == {}

@@ -17,7 +17,7 @@ from punica_batch.bench.options import BenchOptions
 from punica_batch.bench.shapes import shape_config
 from punica_batch.errors import UsageError
 
-SHRINK = {"block_r": 16, "block_k": 256, "split_k": 4, "rank_programs": 1, "num_warps": 4, "num_stages": 1}
+SHRINK = {"block_r": 16, "block_k": 256, "split_k": 4, "programs": 264, "num_warps": 4, "num_stages": 1}
 EXPAND = {"block_r": 16, "block_n": 512, "blocks": 1, "num_warps": 1, "num_stages": 1}
 
 

@@ -120,11 +120,15 @@ def test_one_that_fails_does_not_keep_the_others_from_running(
     monkeypatch.setattr(runner, "run_bench", run_bench)
     assert cli.execute(["bench", "all", *TINY]) == 1
     assert ran == [bench.name for bench in BENCHES if bench.in_all]
-    assert capsys.readouterr().err == "punica-batch: bench sgmv: RuntimeError: kernel failed\n"
+    failure, seconds = capsys.readouterr().err.splitlines()
+    assert failure == "punica-batch: bench sgmv: RuntimeError: kernel failed"
+    assert seconds == ", ".join(f"{name} 0 s" for name in ran) + "; in all 0 s"
 
 
 def test_all_is_quick_in_under_eight_minutes() -> None:
-    assert sum(bench.quick_seconds for bench in BENCHES if bench.in_all) < 400
+    assert (
+        sum(bench.quick_seconds for bench in BENCHES if bench.in_all) < 320
+    )  # the rest: imports, a last point each, figures
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
