@@ -75,14 +75,24 @@ class Kernels:
     add_rms_norm: AddRmsNorm = elementwise_reference.add_rms_norm
     rope_and_write_kv: RopeAndWriteKV = elementwise_reference.rope_and_write_kv
     silu_and_mul: SiluAndMul = elementwise_reference.silu_and_mul
-    overlapped_lora_linear: LoraLinear | None = None
+    ordered_lora_linear: LoraLinear | None = None
     capturable: bool = False
     note: str | None = None
 
-    def lora_linear(self, base: Callable[[Tensor], Tensor], x: Tensor, group: LoraGroup, segments: Segments) -> Tensor:
-        """``base(x)`` [T, out] with the adapters of ``group`` added; side by side where the backend can do that."""
-        if self.overlapped_lora_linear is not None:
-            return self.overlapped_lora_linear(base, x, group, segments)
+    def lora_linear(
+        self,
+        base: Callable[[Tensor], Tensor],
+        x: Tensor,
+        group: LoraGroup,
+        segments: Segments,
+        add_base: Callable[[Tensor, Tensor], None] | None = None,
+    ) -> Tensor:
+        """``base(x)`` [T, out] with the adapters of ``group`` added, in the order that the backend finds fastest.
+
+        ``add_base(y, x)``: y += ``base(x)`` in place; None where that cannot be had.
+        """
+        if self.ordered_lora_linear is not None:
+            return self.ordered_lora_linear(base, x, group, segments, add_base)
         y = base(x)
         self.add_lora(y, x, group, segments)
         return y
@@ -113,7 +123,7 @@ def kernels_for(
         native = load_native(cache) if cache is not None and dtype is torch.float32 else None
         return REFERENCE if native is None else _native(native, kv_dtype or dtype)
     sgmv = backend_for(device)
-    kernels = replace(REFERENCE, add_lora=sgmv.add_lora, overlapped_lora_linear=sgmv.lora_linear)
+    kernels = replace(REFERENCE, add_lora=sgmv.add_lora, ordered_lora_linear=sgmv.lora_linear)
     build_missing(attention, dtype, kv_dtype or dtype)
     attended = _with_attention(kernels, attention, dtype, kv_dtype or dtype, device)
     kernels = _with_elementwise(kernels, dtype, device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from punica_batch_kernels.backend import ComputeLinear
@@ -12,7 +13,7 @@ from punica_batch.models.config import RopeConfig
 
 
 class Linear:
-    """y = x W^T + b. What calls it knows only ``apply``: the weight may become a shard, or quantised.
+    """y = x W^T + b. What calls it knows only ``apply`` and ``add_to``: the weight may become a shard, or quantised.
 
     ``weight`` [out, in], ``bias`` [out] or None; ``compute``: the kernel.
     """
@@ -34,6 +35,15 @@ class Linear:
     def apply(self, x: Tensor) -> Tensor:
         """``x`` [T, in] to [T, out], a new tensor."""
         return self.compute(x, self.weight, self.bias)
+
+    @property
+    def add_to(self) -> Callable[[Tensor, Tensor], None] | None:
+        """Adds ``apply(x)`` to y [T, out] in place, given (y, x), rounding once; None where that takes more than the
+        product."""
+        return self._add_to if self.bias is None else None
+
+    def _add_to(self, y: Tensor, x: Tensor) -> None:
+        y.addmm_(x, self.weight.t())
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int, device: torch.device) -> Tensor:

@@ -131,7 +131,7 @@ class DecoderLayer:
     def _project(self, linear: Linear, x: Tensor, segments: Segments, group: LoraGroup | None) -> Tensor:
         if group is None:
             return linear.apply(x)
-        return self.kernels.lora_linear(linear.apply, x, group, segments)
+        return self.kernels.lora_linear(linear.apply, x, group, segments, linear.add_to)
 
 
 class LlamaModel:

@@ -74,6 +74,95 @@ def test_nothing_waits_for_the_device() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
+def layers_and_adapters(
+    dtype: torch.dtype, layout: list[tuple[int, int]]
+) -> tuple[LoraGroup, Segments, Tensor, Tensor]:
+    """A group, segments, x and a base weight; the add-on is a tenth of the base product."""
+    group = make_group([(16,) * 3, (5, 0, 8), (0,) * 3, (100, 1, 9)], 1024, WIDTHS, empty(dtype))
+    for slot in group.slots:
+        if slot is not None:
+            slot.a.mul_(0.1)
+    x = torch.randn(sum(rows for _, rows in layout), 1024, device=CUDA).to(dtype)
+    weight = (torch.randn(sum(WIDTHS), 1024, device=CUDA) / 32).to(dtype)
+    return group, make_segments(layout, CUDA), x, weight
+
+
+MANY_ROWS = {
+    "prefill": [(0, 1300), (3, 900)],
+    "mixed": [(0, 700), (3, 600), *((i % 4, 1) for i in range(40))],
+    "base": [(0, 700), (-1, 300), (2, 50), (3, 600), (-1, 7)],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", MANY_ROWS)
+def test_many_rows_take_the_base_product_last(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nearer to the truth than the other way round; base rows get the product alone, and nothing waits."""
+    from punica_batch_kernels.sgmv import linear
+
+    group, segments, x, weight = layers_and_adapters(dtype, MANY_ROWS[kind])
+    run = linear.OrderedLinear(CUDA)
+
+    def base(x: Tensor) -> Tensor:
+        return functional.linear(x, weight)
+
+    def add_base(y: Tensor, x: Tensor) -> None:
+        y.addmm_(x, weight.t())
+
+    first = run(base, x, group, segments)
+    run(base, x, group, segments, add_base)
+    torch.full((x.shape[0], sum(WIDTHS)), float("nan"), dtype=dtype, device=CUDA)  # what is allocated next holds NaN
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        monkeypatch.setattr(linear, "base_first", None)
+        last = run(base, x, group, segments, add_base)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    want = expected(x.double() @ weight.double().t(), x, group, segments)
+    assert torch.isfinite(last).all()
+    assert (last - want).norm() <= (first - want).norm()
+    for i, slot in enumerate(segments.lora_indices_host):
+        if slot < 0:
+            rows = slice(*segments.seg_indptr_host[i : i + 2])
+            torch.testing.assert_close(last[rows], first[rows], atol=2e-3, rtol=2e-2)
+
+
+@pytest.mark.parametrize("rows", [400, 700])
+def test_in_a_graph_the_base_product_stays_first(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay may have base rows where the capture had none."""
+    from punica_batch_kernels.sgmv import linear
+
+    group, segments, x, weight = layers_and_adapters(torch.float16, [(0, rows)])
+    run = linear.OrderedLinear(CUDA)
+
+    def add_base(y: Tensor, x: Tensor) -> None:
+        y.addmm_(x, weight.t())
+
+    def step() -> Tensor:
+        return run(lambda x: functional.linear(x, weight), x, group, segments, add_base)
+
+    step()
+    monkeypatch.setattr(linear, "base_last", None)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = step()
+    assert segments.tiles is not None
+    segments.tiles[0].refill([0, 5, rows], [-1, 0])
+    graph.replay()
+    want = functional.linear(x[:5], weight)
+    torch.testing.assert_close(y[:5], want)
+
+
+@pytest.mark.parametrize("block_m", [PER_ROW, GROUPED])
+def test_room_for_many_more_tiles(block_m: int) -> None:
+    """Few and all in use; the expand takes them in turn."""
+    group = make_group([(16,) * 3, (128, 3, 0)], 1024, WIDTHS, empty())
+    for rows in (3, 600):
+        segments = make_segments([(i % 2, 1) for i in range(rows)], CUDA, block_m, num_tiles=640)
+        check(backend_for(CUDA).add_lora, group, segments, empty())
+
+
 def static_tiles(starts: list[int], slots: list[int]) -> tuple[RowTiles, ...]:
     """Padded to buckets, as an engine with static buffers has them."""
     return tuple(

@@ -37,7 +37,8 @@ def test_tiles_cover_each_row_once(layout: list[tuple[int, int]], block_m: int, 
     entries = cut_tiles(starts, [slot for slot, _ in layout], block_m, used + spare)
     assert entries.shape == (used + spare, 4)
     got = [-1] * len(want)
-    for first, rows, slot, _ in entries.tolist():
+    for first, rows, slot, sharing in entries.tolist():
+        assert sharing == min(tile_bucket(used), used + spare)
         assert rows <= block_m
         for row in range(first, first + rows):
             assert got[row] == -1, "a row is in two tiles"

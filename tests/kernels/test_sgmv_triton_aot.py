@@ -18,7 +18,8 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 from punica_batch_kernels.sgmv import triton_backend
 from punica_batch_kernels.sgmv.tiles import GROUPED, PER_ROW, PREFILL, RowTiles
 from punica_batch_kernels.sgmv.triton_config import Config, load_table
-from punica_batch_kernels.sgmv.triton_kernels import expand_kernel, shrink_kernel
+from punica_batch_kernels.sgmv.triton_expand import expand_kernel
+from punica_batch_kernels.sgmv.triton_shrink import shrink_kernel
 from punica_batch_kernels.sgmv.tuned import FOLDER
 from punica_batch_kernels.sgmv.types import LoraGroup, Segments, SlotTable
 from triton.backends.compiler import GPUTarget
@@ -74,7 +75,8 @@ def compile_for(capability: int, kernel: Any, args: tuple[Any, ...], kwargs: dic
 def launches_of(
     group: LoraGroup, block_m: int, num_tiles: int, capability: int, config: Config | None, monkeypatch: Any
 ) -> list[Launch]:
-    """What ``add_lora`` launches for as many tiles; all dimensions but the tiles' are the group's."""
+    """What ``add_lora`` launches for as many tiles, and an expand that writes; all dimensions but the tiles' are the
+    group's."""
     launches: list[Launch] = []
     monkeypatch.setattr(triton_backend, "launch_shrink", recorder(shrink_kernel, launches))
     monkeypatch.setattr(triton_backend, "launch_expand", recorder(expand_kernel, launches))
@@ -85,7 +87,9 @@ def launches_of(
     x = torch.empty(num_tiles, group.in_features, dtype=group.table.dtype)
     y = torch.empty(num_tiles, group.out_offsets[-1], dtype=group.table.dtype)
     triton_backend.add_lora(y, x, group, segments, config=config)
-    assert len(launches) == 2
+    v = triton_backend.empty_v(x, group, segments, config)
+    triton_backend.sgmv_expand(y, v, group, segments, config, accumulate=False)
+    assert len(launches) == 3
     return launches
 
 
@@ -98,7 +102,9 @@ def group_of(in_features: int, widths: tuple[int, ...], max_rank: int, dtype: to
 @pytest.mark.parametrize(
     ("dtype", "max_rank"), [(torch.float16, 16), (torch.bfloat16, 128), (torch.float32, 256)], ids=str
 )
-@pytest.mark.parametrize(("block_m", "num_tiles"), [(PER_ROW, 32), (PER_ROW, 256), (GROUPED, 16), (PREFILL, 64)])
+@pytest.mark.parametrize(
+    ("block_m", "num_tiles"), [(PER_ROW, 32), (PER_ROW, 512), (GROUPED, 16), (GROUPED, 64), (PREFILL, 64)]
+)
 def test_compiles_within_shared_memory(
     block_m: int, num_tiles: int, dtype: torch.dtype, max_rank: int, capability: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

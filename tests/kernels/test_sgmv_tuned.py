@@ -8,12 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from punica_batch_kernels.sgmv import triton_config, tuned
+from punica_batch_kernels.sgmv import tuned
 from punica_batch_kernels.sgmv.tiles import GROUPED, PER_ROW, PREFILL, tile_bucket
-from punica_batch_kernels.sgmv.triton_config import choose_config, load_table, rank_block, rule, slice_columns
+from punica_batch_kernels.sgmv.triton_config import choose_config, load_table, rule, slice_columns
 
 WIDTHS = (4096, 1024, 1024)
-SHRINK = {"block_r": 16, "block_k": 64, "split_k": 2, "rank_programs": 1, "num_warps": 8, "num_stages": 2}
+SHRINK = {"block_r": 16, "block_k": 64, "split_k": 2, "programs": 264, "num_warps": 8, "num_stages": 2}
 EXPAND = {"block_r": 16, "block_n": 64, "blocks": 1, "num_warps": 8, "num_stages": 1}
 ENTRY = {
     "block_m": GROUPED, "num_tiles": 16, "in_features": 4096, "widths": WIDTHS, "max_rank": 16, "itemsize": 2,
@@ -79,15 +79,40 @@ def test_packaged_tables_are_sound() -> None:
             assert key.num_tiles == tile_bucket(key.num_tiles), key
             for size in (key.max_rank, shrink.block_r, shrink.block_k, shrink.split_k, expand.block_r, expand.block_n):
                 assert size & (size - 1) == 0, key
-            assert slice_columns(key.max_rank) % expand.block_r == 0, key
+            assert shrink.programs >= key.num_tiles, key
             assert key.block_m == PER_ROW or min(shrink.block_r, shrink.block_k, expand.block_r) >= 16, key
+
+
+def splits(block_m: int, num_tiles: int, in_use: int, rank: int, max_rank: int) -> int:
+    """As the kernels count the programs that share K, of three slices' adapter; in_use: rounded up by the bucket."""
+    shrink = rule(block_m, num_tiles, 4096, 3, max_rank, 2)[0]
+    blocks = -(-3 * rank // shrink.block_r)
+    return min(max(shrink.programs // in_use // blocks, 1), shrink.split_k)
+
+
+@pytest.mark.parametrize("block_m", [PER_ROW, GROUPED, PREFILL])
+@pytest.mark.parametrize("tiles", [8, 16, 64, 256])
+def test_the_highest_rank_takes_no_programs_from_the_others(block_m: int, tiles: int) -> None:
+    for rank in (8, 16):
+        alone = splits(block_m, tiles, tiles, rank, rank)
+        assert splits(block_m, tiles, tiles, rank, 128) >= alone
+        assert splits(block_m, tiles, tiles, 128, 128) >= 1
+
+
+@pytest.mark.parametrize("block_m", [PER_ROW, GROUPED])
+def test_room_for_more_tiles_takes_no_programs_from_those_in_use(block_m: int) -> None:
+    for tiles in (16, 32, 64, 256):
+        assert splits(block_m, tiles, 8, 16, 16) * 2 >= splits(block_m, 8, 8, 16, 16)
 
 
 @pytest.mark.parametrize("block_m", [PER_ROW, GROUPED, PREFILL])
 @pytest.mark.parametrize("rank", [1, 16, 100, 256])
-def test_padding_tiles_does_not_undo_the_split(block_m: int, rank: int) -> None:
-    """Two tiles' worth of rows in a bucket: the split shrinks no more than the tiles grow."""
-    for tiles in (2, 5, 9, 30):
-        exact = rule(block_m, tiles, 4096, 3, rank, 2)[0].split_k
-        assert rule(block_m, tile_bucket(tiles), 4096, 3, rank, 2)[0].split_k * 4 >= exact
-    assert rank_block(rank) <= triton_config.slice_columns(rank)
+def test_the_rule_gives_what_the_kernels_take_for_granted(block_m: int, rank: int) -> None:
+    for tiles in (1, 9, 64, 300, 5000):
+        for into in (64, 576, 11008):
+            shrink, expand = rule(block_m, tiles, into, 2, rank, 4)
+            assert shrink.programs >= tiles
+            for size in (shrink.block_r, shrink.block_k, shrink.split_k, expand.block_r, expand.block_n):
+                assert size & (size - 1) == 0
+    assert rank <= slice_columns(rank) < rank + 16
+    assert slice_columns(rank) % 4 == 0, "v is loaded 16 bytes at a time"

@@ -20,9 +20,19 @@ class AddLora(Protocol):
 
 
 class LoraLinear(Protocol):
-    """``base(x)``, a new tensor [T, out], with the adapters of ``group`` added."""
+    """``base(x)``, a new tensor [T, out], with the adapters of ``group`` added.
 
-    def __call__(self, base: Callable[[Tensor], Tensor], x: Tensor, group: LoraGroup, segments: Segments) -> Tensor: ...
+    ``add_base(y, x)``: y += ``base(x)`` in place, for backends that add the adapters first; None: it cannot be had.
+    """
+
+    def __call__(
+        self,
+        base: Callable[[Tensor], Tensor],
+        x: Tensor,
+        group: LoraGroup,
+        segments: Segments,
+        add_base: Callable[[Tensor, Tensor], None] | None = None,
+    ) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +53,7 @@ def backend_for(device: torch.device) -> SgmvBackend:
     """Triton on CUDA devices, plain torch elsewhere. Triton is imported only where it is used."""
     if device.type == "cuda":
         from punica_batch_kernels.sgmv import triton_backend as triton
-        from punica_batch_kernels.sgmv.overlap import OverlappedLinear
+        from punica_batch_kernels.sgmv.linear import OrderedLinear
 
-        return SgmvBackend("triton", triton.sgmv_shrink, triton.sgmv_expand, triton.add_lora, OverlappedLinear(device))
+        return SgmvBackend("triton", triton.sgmv_shrink, triton.sgmv_expand, triton.add_lora, OrderedLinear(device))
     return SgmvBackend("reference", reference.sgmv_shrink, reference.sgmv_expand, reference.add_lora)

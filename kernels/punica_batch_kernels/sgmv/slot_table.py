@@ -55,7 +55,7 @@ class SlotTables:
     rank, [rank, width]), and the slice's rank + 2**32 x its first column in v. All 0 where the slot adds nothing.
 
     Making one gives every group its ``table``; ``install`` follows each change of ``group.slots[slot]``. ``max_rank``
-    is the largest rank of any slice of any adapter that will ever be installed: grids and buffers are sized by it.
+    is the largest rank of any slice of any adapter that will ever be installed: v is sized by it.
     """
 
     def __init__(

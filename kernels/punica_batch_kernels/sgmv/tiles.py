@@ -29,8 +29,9 @@ IntSequence = Sequence[int] | NDArray[np.integer[Any]]
 class RowTiles:
     """Tiles of at most ``block_m`` consecutive rows of one adapter; base rows are in none.
 
-    ``entries`` int32 [N, 4]: first row, number of rows, slot, 0. Unused tiles are all 0 (no rows). N fixes the
-    kernels' grids, so a captured graph can be replayed with other values in the same buffer.
+    ``entries`` int32 [N, 4]: first row, number of rows (0: the tile is unused), slot, and how many tiles share the
+    kernels' programs: those in use, rounded up by ``tile_bucket``, so that a row's sums depend on no more than that. N
+    fixes the grids, so a captured graph can be replayed with other values in the same buffer.
     """
 
     entries: Tensor
@@ -107,10 +108,7 @@ def plan_families(seg_indptr: IntSequence, lora_indices: IntSequence) -> list[Fa
 
 
 def tile_bucket(num_tiles: int) -> int:
-    """How many tiles to pad to: the next power of two from 8 on.
-
-    A graph's key. Unused tiles cost next to nothing, but the fewer rows there are, the more programs share K.
-    """
+    """How many tiles to pad to: the next power of two from 8 on. A graph's key."""
     return max(8, 1 << (num_tiles - 1).bit_length()) if num_tiles else 0
 
 
@@ -144,6 +142,7 @@ def cut_tiles(
     within = np.arange(used) - np.repeat(np.cumsum(counts) - counts, counts)
     first = starts[segment] + within * block_m
     entries = np.zeros((used if num_tiles is None else num_tiles, 4), dtype=np.int32)
+    entries[:, 3] = min(tile_bucket(used), len(entries))
     entries[:used, 0] = first
     entries[:used, 1] = np.minimum(starts[segment + 1] - first, block_m)
     entries[:used, 2] = slots[segment]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from functools import cache, lru_cache
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -20,8 +21,9 @@ from torch import Tensor
 
 from punica_batch_kernels.sgmv.launch import Launcher
 from punica_batch_kernels.sgmv.tiles import RowTiles
-from punica_batch_kernels.sgmv.triton_config import Config, choose_config, slice_columns
-from punica_batch_kernels.sgmv.triton_kernels import expand_kernel, shrink_kernel
+from punica_batch_kernels.sgmv.triton_config import MAX_EXPAND_TILES, Config, choose_config, slice_columns
+from punica_batch_kernels.sgmv.triton_expand import expand_kernel
+from punica_batch_kernels.sgmv.triton_shrink import shrink_kernel
 from punica_batch_kernels.sgmv.tuned import device_name
 from punica_batch_kernels.sgmv.types import MAX_SLICES, LoraGroup, Segments, SlotTable
 
@@ -46,7 +48,7 @@ def add_lora(
         for plan, tiles in plans:
             plan.shrink(v, x, tiles, table.entries, True)
         for plan, tiles in plans:
-            plan.expand(y, v, tiles, table.entries, True)
+            plan.expand(y, v, tiles, table.entries, True, True)
 
 
 def has_tiles(segments: Segments) -> bool:
@@ -89,17 +91,19 @@ def sgmv_expand(
     segments: Segments,
     config: Config | None = None,
     *,
+    accumulate: bool = True,
     dependent: bool = True,
 ) -> None:
     """y[rows, slice] += v[rows, slice's ranks] @ B.T for each segment and slice; other rows are left alone.
 
     ``y`` [T, out_offsets[-1]], may be strided by row; ``v`` as ``sgmv_shrink`` left it. Partial sums are added in a
-    fixed order. Raises ``ValueError`` as ``sgmv_shrink`` does.
+    fixed order. Without ``accumulate`` the rows' y is written whatever it held, with zeros where nothing is to be
+    added. Raises ``ValueError`` as ``sgmv_shrink`` does.
     """
     table = _table(group)
     _check_operand(y, table, group.out_offsets[-1])
     for tiles in _tiles(segments):
-        _plan(group, table, tiles, y.device, config).expand(y, v, tiles, table.entries, dependent)
+        _plan(group, table, tiles, y.device, config).expand(y, v, tiles, table.entries, accumulate, dependent)
 
 
 class _Plan:
@@ -117,34 +121,34 @@ class _Plan:
         self.in_features, self.widths, self.block_m, self.max_rank = in_features, widths, block_m, max_rank
         self.v_columns = slice_columns(max_rank) * len(widths)
         shrink, expand = config
-        self.shrink_programs = num_tiles * shrink.rank_programs
-        self.expand_programs = num_tiles * sum(-(-width // (expand.block_n * expand.blocks)) for width in widths)
-        fixed = (config, in_features, widths, block_m, max_rank)
+        spans = sum(-(-width // (expand.block_n * expand.blocks)) for width in widths)
+        self.in_turn = num_tiles > MAX_EXPAND_TILES[block_m]
+        self.expand_programs = min(num_tiles, MAX_EXPAND_TILES[block_m]) * spans
+        fixed = (replace(shrink, programs=0), expand, in_features, widths, block_m, max_rank, self.in_turn)
         self.number = self._numbers.setdefault(fixed, len(self._numbers))
 
     def shrink(self, v: Tensor, x: Tensor, tiles: RowTiles, table: Tensor, dependent: bool) -> None:
         config, parts = self.config[0], v.dim() == 3
-        split_k = config.split_k if parts else 1
         row_stride, x_stride, table_stride, device = v.stride(-2), x.stride(0), table.stride(0), x.get_device()
         pdl = dependent and has_pdl(device)
         launch_shrink(
             (self.number, parts, pdl, x.dtype, v.dtype, device, row_stride, x_stride, table_stride),
-            self.shrink_programs * split_k,
+            config.programs,
             (v, x, tiles.entries, table),
-            (v.shape[-2], row_stride, x_stride, table_stride, split_k, config.rank_programs),
+            (v.shape[-2], row_stride, x_stride, table_stride, config.split_k if parts else 1, config.programs),
             lambda: self._shrink_options(parts, pdl),
         )
 
-    def expand(self, y: Tensor, v: Tensor, tiles: RowTiles, table: Tensor, dependent: bool) -> None:
+    def expand(self, y: Tensor, v: Tensor, tiles: RowTiles, table: Tensor, accumulate: bool, dependent: bool) -> None:
         parts = v.dim() == 3
         row_stride, y_stride, table_stride, device = v.stride(-2), y.stride(0), table.stride(0), y.get_device()
         pdl = dependent and has_pdl(device)
         launch_expand(
-            (self.number, parts, pdl, y.dtype, v.dtype, device, row_stride, y_stride, table_stride),
+            (self.number, parts, accumulate, pdl, y.dtype, v.dtype, device, row_stride, y_stride, table_stride),
             self.expand_programs,
             (y, v, tiles.entries, table),
-            (v.shape[-2], row_stride, y_stride, table_stride),
-            lambda: self._expand_options(parts, pdl),
+            (v.shape[-2], row_stride, y_stride, table_stride, self.config[0].programs),
+            lambda: self._expand_options(parts, accumulate, pdl),
         )
 
     def _shrink_options(self, parts: bool, pdl: bool) -> dict[str, Any]:
@@ -156,13 +160,14 @@ class _Plan:
             "BLOCK_M": self.block_m,
             "BLOCK_R": config.block_r,
             "BLOCK_K": config.block_k,
+            "STAGES": config.num_stages,
             "PDL": pdl,
             "num_warps": config.num_warps,
             "num_stages": config.num_stages,
             **({"launch_pdl": True} if pdl else {}),
         }
 
-    def _expand_options(self, parts: bool, pdl: bool) -> dict[str, Any]:
+    def _expand_options(self, parts: bool, accumulate: bool, pdl: bool) -> dict[str, Any]:
         shrink, config = self.config
         padded = (*self.widths, *(0,) * (MAX_SLICES - len(self.widths)))
         return {
@@ -175,9 +180,13 @@ class _Plan:
             "BLOCK_N": config.block_n,
             "BLOCKS": config.blocks,
             "SPLIT_K": shrink.split_k if parts else 1,
+            "SHRINK_R": shrink.block_r,
+            "STAGES": config.num_stages,
+            "IN_TURN": self.in_turn,
+            "ACCUMULATE": accumulate,
             "PDL": pdl,
             "num_warps": config.num_warps,
-            "num_stages": config.num_stages,
+            "num_stages": 1,  # of the loop over what is left to a program, which holds that of the ranks
             **({"launch_pdl": True} if pdl else {}),
         }
 

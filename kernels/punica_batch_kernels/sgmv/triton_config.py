@@ -9,30 +9,37 @@ from functools import cache
 from punica_batch_kernels.sgmv.tiles import GROUPED, PER_ROW, PREFILL, tile_bucket
 from punica_batch_kernels.sgmv.tuned import TableKey, read_table
 
-# Programs that keep an A100's or an H200's multiprocessors (108, 132) busy.
-_PROGRAMS = {PER_ROW: 1056, GROUPED: 264, PREFILL: 132}
+# Programs of a shrink that keep an A100's or an H200's multiprocessors (108, 132) busy.
+_SHRINK_PROGRAMS = {PER_ROW: 1056, GROUPED: 264, PREFILL: 132}
+# Tiles that an expand has programs for. Where there is room for more, which few steps need, they take them in turn.
+MAX_EXPAND_TILES = {PER_ROW: 256, GROUPED: 32, PREFILL: 1 << 30}
 _MAX_SPLIT = 8
-_MAX_RANK_PROGRAMS = 4
+# Adapters of higher rank are few in most jobs, and have their blocks of ranks to share out in place of K.
+_COMMON_RANK = 16
 
 
 @dataclass(frozen=True, slots=True)
 class ShrinkConfig:
     """A program sums ``block_r`` ranks at a time over its share of K, ``block_k`` at a time.
 
-    ``split_k`` programs (a power of two) share K, each writing a partial sum; ``rank_programs`` share the ranks.
+    ``programs`` in all, no fewer than tiles, are shared out among the tiles in use; ``split_k`` (a power of two): how
+    many of a tile's share K at most, each writing a partial sum. ``num_stages``: loads under way at a time.
     """
 
     block_r: int
     block_k: int
     split_k: int
-    rank_programs: int
+    programs: int
     num_warps: int
     num_stages: int
 
 
 @dataclass(frozen=True, slots=True)
 class ExpandConfig:
-    """A program adds ``blocks`` times ``block_n`` columns of y, summing over ``block_r`` ranks at a time."""
+    """A program adds ``blocks`` times ``block_n`` columns of y, summing over ``block_r`` ranks at a time.
+
+    ``num_stages``: loads under way at a time of the ranks beyond the first ``block_r``.
+    """
 
     block_r: int
     block_n: int
@@ -69,37 +76,37 @@ def table_key(
 
 
 def rule(block_m: int, num_tiles: int, in_features: int, num_slices: int, max_rank: int, itemsize: int) -> Config:
-    """What was best on an H200 with a 7B model's shape at rank 16, by one formula for all shapes and ranks."""
-    rank_sum = max_rank * num_slices
-    expand_r = rank_block(max_rank)
+    """What was best on an H200 with a 7B model's shape at rank 16, by one formula for all shapes and ranks.
+
+    Where ``max_rank`` is above 16, an adapter may take several passes: their loads are then under way side by side.
+    Blocks keep the size that low ranks want, as those of the highest would take registers from all.
+    """
+    rank_sum, passes = max_rank * num_slices, max_rank > _COMMON_RANK
     # blocks are sized in bytes: two-byte types get twice the elements that float32 gets
     if block_m == PER_ROW:
         # few rows: more and smaller programs; many: longer loads
-        block_r, block_bytes, stages = 16, min(max(16 * _power_of_2(num_tiles), 512), 2048), 1
-        expand = ExpandConfig(16, 1024 // itemsize, 1, 1, 1)
+        block_r, block_bytes = 16, min(max(16 * _power_of_2(num_tiles), 512), 2048)
+        stages = 2048 // block_bytes if passes else 1
+        expand = ExpandConfig(16, (512 if passes else 1024) // itemsize, 1, 1, 3)
     elif block_m < PREFILL:
-        block_r, block_bytes, stages = 16, 256, 3
-        expand = ExpandConfig(expand_r, 512 // itemsize, 1, 4, 1)
+        block_r, block_bytes, stages = 64 if passes else 16, 256, 3
+        expand = ExpandConfig(16, 512 // itemsize, 1, 4, 3)
     else:
         block_r, block_bytes, stages = min(max(_power_of_2(rank_sum), 16), 64), 256, 3
-        expand = ExpandConfig(expand_r, 256 // itemsize, 2, 4, 1)
+        expand = ExpandConfig(32 if passes else 16, 256 // itemsize, 2, 4, 2)
     block_k = block_bytes // itemsize
-    rank_programs = min(-(-rank_sum // block_r), _MAX_RANK_PROGRAMS)
-    share = _PROGRAMS[block_m] // max(1, num_tiles * rank_programs)
+    most = num_tiles * _MAX_SPLIT * -(-rank_sum // block_r)
+    programs = max(min(_SHRINK_PROGRAMS[block_m], most), num_tiles)
+    # kernels of tall tiles hold all partial sums at a time, and such tiles fill their grid
+    share = _MAX_SPLIT if block_m < PREFILL else programs // max(1, num_tiles)
     # rounded down to a power of two: few kernels to compile
     split_k = 1 << (max(1, min(share, _MAX_SPLIT, in_features // block_k)).bit_length() - 1)
-    return ShrinkConfig(block_r, block_k, split_k, rank_programs, 4, stages), expand
-
-
-def rank_block(max_rank: int) -> int:
-    """Ranks that the expand takes at a time at most; a slice's columns in v are a multiple of it."""
-    return min(max(_power_of_2(max_rank), 16), 64)
+    return ShrinkConfig(block_r, block_k, split_k, programs, 4, stages), expand
 
 
 def slice_columns(max_rank: int) -> int:
-    """Columns of a slice in partial sums: whole blocks, so that the expand need not mask them one by one."""
-    block = rank_block(max_rank)
-    return -(-max_rank // block) * block
+    """Columns of a slice in partial sums: whole loads of 16 bytes, aligned."""
+    return -(-max_rank // 16) * 16
 
 
 @cache

@@ -76,8 +76,8 @@ def compile_ahead(
     seen = set()
     for case in _cases(shapes, ranks, rows):
         base = _rule(case, dtype)
-        for config in _candidates(case.block_m, base, case.shape[0], dtype.itemsize):
-            kernel = (case.shape, case.rank, case.block_m, config[1], replace(config[0], rank_programs=0))
+        for config in _candidates(case, base, dtype.itemsize):
+            kernel = (case.shape, case.rank, case.block_m, config[1], replace(config[0], programs=0))
             if kernel in seen:
                 continue
             seen.add(kernel)
@@ -111,18 +111,19 @@ def _tune_case(case: _Case, dtype: torch.dtype) -> dict[str, Any]:
     base = _rule(case, dtype)
     benches = [_Bench(case, lengths, dtype) for lengths in case.layouts]
     shrinks: dict[ShrinkConfig, float] = {}
-    expands: dict[tuple[int, ExpandConfig], float] = {}
-    for config in [base, *_candidates(case.block_m, base, case.shape[0], dtype.itemsize)]:
+    expands: dict[tuple[int, int, ExpandConfig], float] = {}
+    for config in [base, *_candidates(case, base, dtype.itemsize)]:
         shrink, expand = config
         if shrink not in shrinks:
             shrinks[shrink] = sum(bench.time(bench.shrink, config) for bench in benches)
-        if (shrink.split_k, expand) not in expands:
-            expands[shrink.split_k, expand] = sum(bench.time(bench.expand, config) for bench in benches)
+        if (shrink.split_k, shrink.programs, expand) not in expands:
+            took = sum(bench.time(bench.expand, config) for bench in benches)
+            expands[shrink.split_k, shrink.programs, expand] = took
     pairs = {
         (shrink, expand): took + also
         for shrink, took in shrinks.items()
-        for (split_k, expand), also in expands.items()
-        if split_k == shrink.split_k
+        for (split_k, programs, expand), also in expands.items()
+        if (split_k, programs) == (shrink.split_k, shrink.programs)
     }
     shrink, expand = min(pairs, key=lambda pair: pairs[pair])
     key = table_key(case.block_m, case.num_tiles, *case.shape, case.rank, dtype.itemsize)
@@ -140,17 +141,22 @@ def _rule(case: _Case, dtype: torch.dtype) -> Config:
     return rule(case.block_m, case.num_tiles, in_features, len(widths), case.rank, dtype.itemsize)
 
 
-def _candidates(block_m: int, base: Config, in_features: int, itemsize: int) -> Iterator[Config]:
+def _candidates(case: _Case, base: Config, itemsize: int) -> Iterator[Config]:
     """Every shrink and every expand to try, at every split."""
-    shrinks, expands = _SHRINKS.get(block_m, _PREFILL_SHRINKS), _EXPANDS.get(block_m, _PREFILL_EXPANDS)
+    shrinks = _SHRINKS.get(case.block_m, _PREFILL_SHRINKS)
+    expands = _EXPANDS.get(case.block_m, _PREFILL_EXPANDS)
+    into, widths = case.shape
+    rank_blocks = -(-case.rank * len(widths) // base[0].block_r)
     for split_k in _SPLITS:
         for i in range(max(len(shrinks), len(expands))):
             size, warps, stages = shrinks[i % len(shrinks)]
             block_k = size // itemsize
             columns, blocks, expand_warps = expands[i % len(expands)]
-            if split_k <= max(1, in_features // block_k):
+            if split_k <= max(1, into // block_k):
+                programs = case.num_tiles * rank_blocks * split_k
+                shrink = replace(base[0], block_k=block_k, split_k=split_k, programs=programs)
                 yield (
-                    replace(base[0], block_k=block_k, split_k=split_k, num_warps=warps, num_stages=stages),
+                    replace(shrink, num_warps=warps, num_stages=stages),
                     replace(base[1], block_n=columns // itemsize, blocks=blocks, num_warps=expand_warps),
                 )
 
