@@ -46,7 +46,10 @@ def open_device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UsageError("bench needs an NVIDIA GPU, and torch finds none here (punica-batch doctor says why)")
     if device.type == "cuda":
-        torch.cuda.set_device(device if device.index is not None else torch.device("cuda", 0))
+        index, count = device.index or 0, torch.cuda.device_count()
+        if index >= count:
+            raise UsageError(f"--device {name}: torch finds {count} here, numbered from 0")
+        torch.cuda.set_device(index)
     return device
 
 

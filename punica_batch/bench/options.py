@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ T = TypeVar("T")
 SCHEMA_VERSION = 1  # of the JSON lines
 DTYPES: tuple[Dtype, ...] = ("float16", "bfloat16", "float32")
 MAX_RANK = 256
+_DEVICE = "cpu|cuda(:(0|[1-9][0-9]?))?"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,12 +41,14 @@ class BenchOptions:
 
         if self.model_shape not in SHAPES:
             raise UsageError(f"--model-shape {self.model_shape}: not one of {', '.join(SHAPES)}")
-        if self.device.partition(":")[0] not in ("cuda", "cpu"):
+        if not re.fullmatch(_DEVICE, self.device):
             raise UsageError(f"--device {self.device}: not cuda, cuda:N or cpu")
         if self.dtype not in DTYPES:
             raise UsageError(f"--dtype {self.dtype}: not one of {', '.join(DTYPES)}")
         if not 1 <= self.rank <= MAX_RANK:
             raise UsageError(f"--rank {self.rank}: not from 1 to {MAX_RANK}")
+        if not self.seconds >= 0:  # nor not a number
+            raise UsageError(f"--seconds {self.seconds}: not 0 or more")
 
     def pick(self, *, full: T, quick: T, tiny: T) -> T:
         """The sizes to measure: ``tiny`` for the shape of that name, which only shows that a command works."""

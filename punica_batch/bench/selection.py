@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal, cast
 
-from punica_batch.bench.options import BenchOptions
+from punica_batch.bench.options import MAX_RANK, BenchOptions
 from punica_batch.bench.popularity import ROWS, LoadKind, Popularity
 from punica_batch.errors import UsageError
 
@@ -16,6 +16,7 @@ Adapters = Popularity | Literal["none"]
 LOADS: tuple[LoadKind, ...] = ("decode", "chat", "label")
 ADAPTERS: tuple[Adapters, ...] = ("none", "identical", "skewed", "uniform", "distinct")
 MIXED_RANKS = (8, 16, 64, 128)
+MAX_CAP, MAX_BATCHED_TOKENS = 4096, 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +38,15 @@ class Selection:
             unknown = [value for value in given if value not in known]
             if unknown:
                 raise UsageError(f"there is no {name} {unknown[0]!r}: one of {', '.join(known)}")
-        if min(self.caps, default=0) < 1:
-            raise UsageError("a batch cap must be at least 1")
+        for cap in self.caps:
+            if not 1 <= cap <= MAX_CAP:
+                raise UsageError(f"--caps {cap}: not from 1 to {MAX_CAP}")
+        least = max(self.caps)  # every row that runs decodes in each step
+        if self.batched_tokens is not None and not least <= self.batched_tokens <= MAX_BATCHED_TOKENS:
+            raise UsageError(
+                f"--batched-tokens {self.batched_tokens}: not from {least}, the largest of --caps, "
+                f"to {MAX_BATCHED_TOKENS}"
+            )
 
     @classmethod
     def of(cls, options: BenchOptions) -> Selection:
@@ -87,6 +95,10 @@ class Selection:
 def parse_ranks(text: str) -> tuple[tuple[int, ...], ...]:
     """``8,64,mix``: rank 8, rank 64, then a mix of ranks. Raises ``UsageError``."""
     try:
-        return tuple(MIXED_RANKS if part == "mix" else (int(part),) for part in text.split(","))
+        parsed = tuple(MIXED_RANKS if part == "mix" else (int(part),) for part in text.split(","))
     except ValueError as error:
         raise UsageError(f"--ranks {text}: numbers and mix, separated by commas") from error
+    for rank in (rank for ranks in parsed for rank in ranks):
+        if not 1 <= rank <= MAX_RANK:
+            raise UsageError(f"--ranks {rank}: not from 1 to {MAX_RANK}")
+    return parsed

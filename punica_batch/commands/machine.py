@@ -65,9 +65,8 @@ def check_driver() -> tuple[Check, list[Gpu]]:
     try:
         visible = visible_gpus(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
     except UsageError as error:
-        return Check(
-            "driver", "missing", f"{version}; {error}", "export CUDA_VISIBLE_DEVICES=0, after nvidia-smi -i 0 -mig 0"
-        ), []
+        mend = "export CUDA_VISIBLE_DEVICES=0 (whole GPUs, each once; nvidia-smi -i 0 -mig 0 ends slices)"
+        return Check("driver", "missing", f"{version}; {error}", mend), []
     if not visible:
         found = f"{version}; CUDA_VISIBLE_DEVICES hides {plural(len(gpus), 'GPU')}: jobs run on the CPU"
         return Check("driver", "warning", found, "unset CUDA_VISIBLE_DEVICES"), []

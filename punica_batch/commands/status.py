@@ -14,12 +14,13 @@ Output = Annotated[str, typer.Argument(help="The output of a run, finished or no
 @takes_job_flags(("work_dir", "storage_options"))
 def status(output: Output, json: Json = False, verbose: Verbose = False, **job: Any) -> int:
     """Say how far OUTPUT is: rows done, errors, whether a run is at work on it. Takes no lock, changes nothing."""
+    from punica_batch.config_sources import load_config
     from punica_batch.planning.status import output_status
     from punica_batch.ui.console import emit, emit_json, render
     from punica_batch.ui.status import status_view
 
-    values = given(job)
-    report = output_status(output, values.get("work_dir"), values.get("storage_options", {}))
+    config = load_config((), given(job), config=job.get("config"), environ={}, search=False)
+    report = output_status(output, config.work_dir, config.storage_options)
     if json:
         emit_json(report.as_dict())
     else:

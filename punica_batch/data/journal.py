@@ -54,7 +54,6 @@ class Journal:
         self._fsync_interval = fsync_interval
         self._index: list[_Indexed] = []
         self._last_row: dict[int, int] = {}  # of each segment on disk
-        self._sizes: dict[int, int] = {}
         self._present = RowSet()
         self.failed = RowSet()  # of the rows present, those in error
         self._pending: list[RowResult] = []
@@ -68,11 +67,6 @@ class Journal:
 
     def _path(self, segment: int) -> Path:
         return self._folder / f"{segment:08d}.seg"
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of all segment files."""
-        return sum(self._sizes.values())
 
     @property
     def present(self) -> RowSet:
@@ -90,7 +84,6 @@ class Journal:
             segment = int(path.stem)
             for frame, payload in recover_frames(path):
                 self._recover_frame(segment, frame, payload, forget_errors, holders)
-            self._sizes[segment] = path.stat().st_size
             self._last_row.setdefault(segment, -1)
         return self._present
 
@@ -161,7 +154,6 @@ class Journal:
         rows = batch.column("row").to_numpy().copy()
         segment = int(self._writer.path.stem)
         self._register(_Indexed(segment, frame, rows, int(rows.max())))
-        self._sizes[segment] = self._writer.size
         self._pending, self._pending_tokens = [], 0
 
     def _close_segment(self) -> None:
@@ -237,7 +229,6 @@ class Journal:
                 path.unlink(missing_ok=True)
             crashpoint("journal.discard.after")
             del self._last_row[segment]
-            self._sizes.pop(segment, None)
 
 
 def _repeated(numbers: NDArray[np.int64]) -> NDArray[np.bool_]:

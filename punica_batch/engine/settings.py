@@ -30,8 +30,9 @@ class EngineSettings:
     is allocated, so that there may come to be fewer blocks; ``max_num_batched_tokens`` bounds a step's rows.
     ``adapters`` are all that requests may name, by ``lora_id``; ``storage_options`` open their files and are never
     shown. ``trust_stamps``: an adapter file of the size, times and inode that it had when it was digested last is not
-    digested again. ``age_bound``: the steps for which the queue's head may be overtaken. ``read_ahead``: adapters that
-    may wait in host memory for their rows' turn.
+    digested again. ``age_bound``: how many newer sequences may go ahead of one that waits for its adapter.
+    ``read_ahead``: adapters that may be loading, or loaded and in no slot yet, before the scheduler asks for them (on a
+    GPU at least as many as threads load).
 
     Raises ``UsageError`` naming the field when a value is out of range.
     """

@@ -6,17 +6,15 @@ header counts from its own end.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from operator import index, itemgetter
 from pathlib import Path
-from typing import Any
 
+from punica_batch.adapters.header import TensorInfo, header_entries
 from punica_batch.errors import ModelError
 from punica_batch.models.config import ModelConfig
-from punica_batch.models.files import read_header, weight_files
+from punica_batch.models.files import FileStamp, read_header, weight_files
 
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 Shape = tuple[int, ...]
@@ -25,7 +23,7 @@ Shape = tuple[int, ...]
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     """One tensor: ``nbytes`` bytes at ``offset`` of the file ``path``, row-major, little-endian. ``dtype``: one of
-    ``ITEM_BYTES``."""
+    ``ITEM_BYTES``. ``stamp``: of the file whose header said so."""
 
     name: str
     path: Path
@@ -33,6 +31,14 @@ class StoredTensor:
     shape: Shape
     offset: int
     nbytes: int
+    stamp: FileStamp
+
+
+def check_unchanged(tensor: StoredTensor, file: Path | int) -> None:
+    """``file``: the tensor's, or its open descriptor. Raises ``ModelError`` when another has taken its place, or
+    ``OSError``."""
+    if FileStamp.of(file) != tensor.stamp:
+        raise ModelError(f"{tensor.path} was changed while it was read: run again when nothing writes to it")
 
 
 def stored_tensors(config: ModelConfig, folder: Path) -> list[StoredTensor]:
@@ -57,42 +63,29 @@ def stored_tensors(config: ModelConfig, folder: Path) -> list[StoredTensor]:
 def _tensors_of(path: Path, shapes: Mapping[str, Shape], *, tied: bool) -> Iterator[StoredTensor]:
     """Of one file, by offset."""
     try:
-        header, size = read_header(path)
-        entries = dict(json.loads(header, object_pairs_hook=_unique))
-        entries.pop("__metadata__", None)
-        ranges = {name: tuple(map(index, entry["data_offsets"])) for name, entry in entries.items()}
-        placed = [
-            (begin, end, name, str(entries[name]["dtype"]), tuple(entries[name]["shape"]))
-            for name, (begin, end) in sorted(ranges.items(), key=itemgetter(1))
-        ]
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        raise ModelError(f"{path} cannot be read as safetensors: {type(error).__name__}: {error}") from error
-    first, expected = 8 + len(header), 0
-    for begin, end, name, dtype, shape in placed:
-        if begin != expected:
-            raise ModelError(f"{path} cannot be read as safetensors: tensor {name} is not where the one before ends")
-        expected = end
+        header, stamp = read_header(path)
+        entries = header_entries(header)
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read as safetensors: {error}") from error
+    except ValueError as error:
+        raise ModelError(f"{path} cannot be read as safetensors: it {error}") from error
+    first = 8 + len(header)
+    for name, info in entries.items():
         # Old checkpoints stored the rotary frequencies; a tied head is the embedding, whatever is stored.
         if name.endswith(".rotary_emb.inv_freq") or (tied and name == "lm_head.weight"):
             continue
-        _check(path, shapes, name, dtype, shape)
-        if end > size - first or end - begin != math.prod(shape) * ITEM_BYTES[dtype]:
+        _check(path, shapes, name, info)
+        nbytes = info.end - info.begin
+        if first + info.end > stamp.nbytes or nbytes != math.prod(info.shape) * ITEM_BYTES[info.dtype]:
             raise ModelError(f"{path} cannot be read as safetensors: tensor {name} is cut short")
-        yield StoredTensor(name, path, dtype, shape, first + begin, end - begin)
+        yield StoredTensor(name, path, info.dtype, info.shape, first + info.begin, nbytes, stamp)
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("the header names something twice")
-    return found
-
-
-def _check(path: Path, shapes: Mapping[str, Shape], name: str, dtype: str, shape: Shape) -> None:
+def _check(path: Path, shapes: Mapping[str, Shape], name: str, info: TensorInfo) -> None:
     wanted = shapes.get(name)
     if wanted is None:
         raise ModelError(f"{path}: tensor {name} is not part of this architecture")
-    if shape != wanted:
-        raise ModelError(f"{path}: tensor {name} has shape {list(shape)}, config.json needs {list(wanted)}")
-    if dtype not in ITEM_BYTES:
-        raise ModelError(f"{path}: tensor {name} is {dtype}: quantised weights are not supported")
+    if info.shape != wanted:
+        raise ModelError(f"{path}: tensor {name} has shape {list(info.shape)}, config.json needs {list(wanted)}")
+    if info.dtype not in ITEM_BYTES:
+        raise ModelError(f"{path}: tensor {name} is {info.dtype[:20]}: quantised weights are not supported")

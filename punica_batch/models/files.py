@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import struct
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from punica_batch.errors import ModelError
 from punica_batch.urls import redact
@@ -77,15 +78,30 @@ def weight_files(folder: Path) -> list[Path]:
     raise ModelError(f"{folder}: weights file {missing[0]} is missing")
 
 
-def read_header(path: Path) -> tuple[bytes, int]:
-    """(the JSON header's bytes, the file's size). Raises ``ModelError`` when it is no safetensors file."""
-    size = path.stat().st_size
+class FileStamp(NamedTuple):
+    """Tells whether a path still has the contents that it had."""
+
+    inode: int
+    nbytes: int
+    mtime_ns: int
+
+    @classmethod
+    def of(cls, file: Path | int) -> FileStamp:
+        """``file``: a path or an open file's descriptor. Raises ``OSError``."""
+        found = os.stat(file)
+        return cls(found.st_ino, found.st_size, found.st_mtime_ns)
+
+
+def read_header(path: Path) -> tuple[bytes, FileStamp]:
+    """(the JSON header's bytes, the stamp of the file that has it). Raises ``ModelError`` when it is no safetensors
+    file."""
     with path.open("rb") as file:
+        stamp = FileStamp.of(file.fileno())
         prefix = file.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
-        if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
+        if not 2 <= length <= min(MAX_HEADER_BYTES, stamp.nbytes - 8):
             raise ModelError(f"{path} is not a safetensors file, or is cut short")
-        return file.read(length), size
+        return file.read(length), stamp
 
 
 def stored_dtype(folder: Path) -> str | None:
@@ -112,9 +128,9 @@ def model_digest(folder: str | Path) -> str:
         content = path.read_bytes() if path.is_file() else b""
         digest.update(f"{name} {len(content)}\n".encode() + content)
     for path in weight_files(folder):
-        header, size = read_header(path)
-        digest.update(f"{path.name} {size} {len(header)}\n".encode() + header)
-        first, room = 8 + len(header), max(size - 8 - len(header) - SAMPLE_BYTES, 0)
+        header, stamp = read_header(path)
+        digest.update(f"{path.name} {stamp.nbytes} {len(header)}\n".encode() + header)
+        first, room = 8 + len(header), max(stamp.nbytes - 8 - len(header) - SAMPLE_BYTES, 0)
         with path.open("rb") as file:
             for i in range(SAMPLES):
                 file.seek(first + room * i // (SAMPLES - 1))

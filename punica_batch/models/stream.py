@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from punica_batch.errors import ModelError
-from punica_batch.models.checkpoint import ITEM_BYTES, StoredTensor
+from punica_batch.models.checkpoint import ITEM_BYTES, StoredTensor, check_unchanged
 
 TORCH_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 THREADS = 8
@@ -58,15 +58,14 @@ def stream_weights(
 ) -> None:
     """Fills ``places`` (contiguous, on ``device``, any floating dtype), by name, and returns when that is done.
 
-    Raises ``ModelError`` when a file cannot be read to the end of a tensor.
+    Raises ``ModelError`` when a file is not the one whose header was read, or cannot be read to the end of a tensor.
     """
     work = _Shared(pieces(tensors, piece_bytes))
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(device))
     pinned = torch.empty(threads, BUFFERS, piece_bytes, dtype=torch.uint8, pin_memory=True)
     with ExitStack() as stack:
-        files = {path: stack.enter_context(path.open("rb", buffering=0)) for path in {t.path for t in tensors}}
-        descriptors = {path: file.fileno() for path, file in files.items()}
+        descriptors = open_files(tensors, stack)
         pool = stack.enter_context(ThreadPoolExecutor(threads, thread_name_prefix="weights"))
         readers = [_Reader(buffers, stream, places, descriptors) for buffers in pinned]
         runs = [pool.submit(reader.run, work) for reader in readers]
@@ -75,6 +74,19 @@ def stream_weights(
         for run in done:
             run.result()
     stream.synchronize()
+
+
+def open_files(tensors: Sequence[StoredTensor], stack: ExitStack) -> dict[Path, int]:
+    """Descriptors by path, closed with ``stack``. Raises ``ModelError`` for a file that is not the one whose header was
+    read: the tensors' places in it are not known."""
+    descriptors = {}
+    for tensor in {tensor.path: tensor for tensor in tensors}.values():
+        try:
+            descriptors[tensor.path] = stack.enter_context(tensor.path.open("rb", buffering=0)).fileno()
+            check_unchanged(tensor, descriptors[tensor.path])
+        except OSError as error:
+            raise ModelError(f"{tensor.path} cannot be read as safetensors: {error}") from error
+    return descriptors
 
 
 class _Shared:

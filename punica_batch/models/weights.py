@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from punica_batch.errors import ModelError
-from punica_batch.models.checkpoint import StoredTensor, stored_tensors
+from punica_batch.models.checkpoint import StoredTensor, check_unchanged, stored_tensors
 from punica_batch.models.config import ModelConfig
 from punica_batch.models.llama import LlamaModel
 from punica_batch.models.stream import stream_weights
@@ -45,6 +45,7 @@ def _copy_weights(stored: Sequence[StoredTensor], places: Mapping[str, Tensor]) 
         try:
             with safe_open(path, framework="pt", device="cpu") as file:
                 for tensor in tensors:
+                    check_unchanged(tensor, path)
                     places[tensor.name].copy_(file.get_tensor(tensor.name))
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path} cannot be read as safetensors: {error}") from error

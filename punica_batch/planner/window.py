@@ -79,7 +79,7 @@ class Window:
         self.max_rows = max_rows
         self.max_span = SPAN_FACTOR * max_rows
         self.max_bytes = max_bytes
-        self._low_water = first_row
+        self._low_water = first_row  # all rows before it have finished
         self._next_row = first_row
         self._finished: set[int] = set()  # above the low-water mark
         self._unfinished: dict[int, PendingRow] = {}
@@ -88,11 +88,6 @@ class Window:
         self._oldest: list[tuple[int, str | None]] = []  # heap; an entry is stale unless it is its adapter's oldest
         self._turns: dict[str, str | None] = {}  # worker → adapter
         self._bytes = 0
-
-    @property
-    def low_water(self) -> int:
-        """All rows before this one have finished."""
-        return self._low_water
 
     @property
     def span(self) -> int:
@@ -107,10 +102,6 @@ class Window:
     @property
     def num_pending(self) -> int:
         return len(self._unfinished) - len(self._in_flight)
-
-    @property
-    def num_in_flight(self) -> int:
-        return len(self._in_flight)
 
     def can_read(self, stop: int | None = None) -> bool:
         """Whether the rows before ``stop`` may be read (default: one more than seen so far). Rows and bytes held may

@@ -18,6 +18,7 @@ from operator import attrgetter
 from typing import Protocol
 
 from punica_batch.errors import UsageError
+from punica_batch.scheduler import integrity
 from punica_batch.scheduler.block_pool import BlockPool
 from punica_batch.scheduler.scheduled import ScheduledBatch, ScheduledSequence, arrange
 from punica_batch.scheduler.sequence import Sequence, SequenceStatus
@@ -182,26 +183,7 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Asserts what must hold between any two calls. For tests and debugging: O(blocks)."""
-        self.pool.check_integrity(sequence.block_table for sequence in self._running)
-        arrivals = [sequence.arrival for sequence in self._running]
-        assert arrivals == sorted(set(arrivals)), "running sequences are out of order"
-        assert len(self._running) <= self.config.max_num_seqs
-        loras = Counter(s.lora_id for s in self._running if s.lora_id is not None)
-        assert loras == self._running_loras
-        assert len(loras) <= self.config.max_loras
-        seats = [sequence.seat for sequence in self._running]
-        assert sorted(seats + self._seats) == list(range(self.config.max_num_seqs))
-        for sequence in self._running:
-            assert sequence.status is SequenceStatus.RUNNING
-            assert 0 <= sequence.num_computed_tokens < sequence.num_tokens
-            assert sequence.num_computed_tokens <= len(sequence.block_table) * self.config.block_size
-        waiting = list(self._waiting)
-        assert len(waiting) == len(self._waiting)
-        for sequence in waiting:
-            assert sequence.status is SequenceStatus.WAITING
-            assert not sequence.block_table
-            assert sequence.num_computed_tokens == 0
-            assert sequence.seat == -1
+        integrity.check(self.config, self.pool, self._running, self._waiting, self._running_loras, self._seats)
 
     # -- planning a step ----------------------------------------------------------------------------------------
 

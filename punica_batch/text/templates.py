@@ -118,15 +118,3 @@ def check_text(settings: TextSettings, columns: Collection[str], lora_ids: Colle
         if rule.chat is None and (rule.chat_prompts or settings.is_messages):
             who = "the model" if lora_id is None else f"adapter {lora_id!r}"
             raise InputError(f"{who} has no chat template; give one with --chat-template")
-
-
-def template_columns(settings: TextSettings) -> tuple[str, ...]:
-    """All columns that prompt templates name, the job's and its adapters': what a reader must read beside the rest."""
-    names: dict[str, None] = {}
-    for source in (settings.prompt_template, *(spec.prompt_template for spec in settings.adapters.values())):
-        if source is not None:
-            try:
-                names |= dict.fromkeys(PromptTemplate(source).columns)
-            except InputError:
-                continue  # reported by ``check_text``, and on the rows it concerns
-    return tuple(names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,22 +16,46 @@ def share_cores(near: Sequence[Cores], allowed: Cores, core_of: Mapping[int, int
 
     ``near``: those of the NUMA node of each worker's GPU, empty where the system does not say; ``allowed``: those that
     this process may use; ``core_of``: logical CPU → its physical core (missing: one of its own), so that two workers
-    never share one. GPUs that have the same CPUs share them evenly; where these are fewer than the GPUs, each gets all.
+    never share one. GPUs that have the same CPUs share them evenly, and where the CPUs of some are also others' (as
+    where the system says it of a few only), each gets as even a part of them all as can be. Where there are too few
+    for one to get any, it and those that it competes with get all of theirs.
     """
     usable = [cpus & allowed or allowed for cpus in near]
-    shares: list[Cores] = []
-    for i, cpus in enumerate(usable):
-        position, count = usable[:i].count(cpus), usable.count(cpus)
-        shares.append(_share(cpus, position, count, core_of))
-    return shares
+    cores = [{core_of.get(cpu, cpu) for cpu in cpus} for cpus in usable]
+    mine = _divide(cores)
+    starved = [its for its, got in zip(cores, mine, strict=True) if not got]
+    return [
+        cpus if any(its & others for others in starved) else frozenset(c for c in cpus if core_of.get(c, c) in got)
+        for cpus, its, got in zip(usable, cores, mine, strict=True)
+    ]
 
 
-def _share(cpus: Cores, position: int, count: int, core_of: Mapping[int, int]) -> Cores:
-    cores = sorted({core_of.get(cpu, cpu) for cpu in cpus})
-    if len(cores) < count:
-        return cpus
-    mine = set(cores[position * len(cores) // count : (position + 1) * len(cores) // count])
-    return frozenset(cpu for cpu in cpus if core_of.get(cpu, cpu) in mine)
+def _divide(cores: Sequence[set[int]]) -> list[set[int]]:
+    """Each worker's part of its ``cores``, no core twice, neighbours together.
+
+    A *region* is the cores that the same workers could have. The worker that has the fewest takes the next core (of
+    equals, the one with the least choice), from the region that has the most left for each of its workers: that spares
+    what others need.
+    """
+    regions: dict[frozenset[int], list[int]] = {}
+    for core in sorted(set[int]().union(*cores)):
+        regions.setdefault(frozenset(i for i, its in enumerate(cores) if core in its), []).append(core)
+    left = {workers: len(its) for workers, its in regions.items()}
+    taken = [Counter[frozenset[int]]() for _ in cores]
+    while left:
+        poorest = min(frozenset[int]().union(*left), key=lambda i: (taken[i].total(), len(cores[i]), -i))
+        region = max((workers for workers in left if poorest in workers), key=lambda r: left[r] / len(r))
+        taken[poorest][region] += 1
+        left[region] -= 1
+        if not left[region]:
+            del left[region]
+    mine: list[set[int]] = []
+    for counts in taken:
+        mine.append(set())
+        for region, count in counts.items():
+            mine[-1].update(regions[region][:count])
+            del regions[region][:count]
+    return mine
 
 
 def allowed_cores() -> Cores:

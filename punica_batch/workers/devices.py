@@ -102,7 +102,8 @@ def visible_gpus(gpus: Sequence[Gpu], visible: str | None) -> list[Gpu]:
     """Those that CUDA_VISIBLE_DEVICES (``visible``; None: not set) gives to this process, in its order, as CUDA reads
     it: indices or beginnings of UUIDs, up to the first one that names no device.
 
-    Raises ``UsageError`` where it names a part of a GPU: that is never a quiet CPU run.
+    Raises ``UsageError`` where it names a part of a GPU, or one twice (CUDA then shows none): that is never a quiet CPU
+    run.
     """
     if visible is None:
         return list(gpus)
@@ -110,7 +111,7 @@ def visible_gpus(gpus: Sequence[Gpu], visible: str | None) -> list[Gpu]:
         raise UsageError(
             "CUDA_VISIBLE_DEVICES names a MIG slice, and workers take whole GPUs: name some, or run with --device cpu"
         )
-    chosen = []
+    chosen: list[Gpu] = []
     for name in (part.strip() for part in visible.split(",")):
         if name.isdecimal():
             found = list(gpus[int(name) : int(name) + 1])
@@ -118,6 +119,8 @@ def visible_gpus(gpus: Sequence[Gpu], visible: str | None) -> list[Gpu]:
             found = [gpu for gpu in gpus if name and gpu.uuid.startswith(name)]
         if len(found) != 1:
             break
+        if found[0] in chosen:
+            raise UsageError(f"CUDA_VISIBLE_DEVICES names a GPU twice ({name}); CUDA then shows none: name each once")
         chosen += found
     return chosen
 

@@ -58,12 +58,12 @@ def test_small_pieces_of_shards(tmp_path: Path, threads: int, piece_bytes: int) 
     assert all(torch.equal(tensor.cpu(), want[key]) for key, tensor in ours.named_tensors().items())
 
 
-def test_a_file_cut_after_its_header_was_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_changed_after_its_header_was_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_hf_model("llama2", tmp_path)
     config = ModelConfig.from_folder(tmp_path)
     stored = stored_tensors(config, tmp_path)
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
     monkeypatch.setattr(weights, "stored_tensors", lambda *_: stored)
-    with pytest.raises(ModelError, match=r"model\.safetensors.* is cut short"):
+    with pytest.raises(ModelError, match=r"model\.safetensors.* was changed"):
         load_model(config, tmp_path, torch.float16, CUDA)

@@ -158,11 +158,46 @@ def test_without_matplotlib_one_line(
         (["--dtype", "int8"], "--dtype int8"),
         (["--rank", "0"], "--rank 0"),
         (["--device", "tpu"], "--device tpu"),
+        (["--device", "cuda:x"], "--device cuda:x"),
+        (["--device", "cuda:-1"], "--device cuda:-1"),
+        (["--device", "cuda:256"], "--device cuda:256"),  # torch takes the number for another
+        (["--device", "cpu", "--seconds", "-1"], "--seconds -1"),
+        (["--device", "cpu", "--seconds", "nan"], "--seconds nan"),
     ],
 )
 def test_wrong_options(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.execute(["bench", "sgmv", *arguments]) == 2
-    assert named in capsys.readouterr().err
+    for command in ("sgmv", "all"):
+        assert cli.execute(["bench", command, *arguments]) == 2
+        error = capsys.readouterr().err
+        assert named in error
+        assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--caps", "0"], "--caps 0"),
+        (["--caps", "4,99999999"], "--caps 99999999"),
+        (["--ranks", "0"], "--ranks 0"),
+        (["--ranks", "mix,257"], "--ranks 257"),
+        (["--batched-tokens", "0"], "--batched-tokens 0"),
+        (["--batched-tokens", "-1"], "--batched-tokens -1"),
+        (["--caps", "4,32", "--batched-tokens", "31"], "--batched-tokens 31: not from 32"),
+        (["--batched-tokens", "99999999"], "--batched-tokens 99999999"),
+    ],
+)
+def test_wrong_options_of_the_engine(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.execute(["bench", "engine", "--model-shape", "tiny", "--device", "cpu", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert named in error
+    assert error.count("\n") == 1
+
+
+def test_a_gpu_beyond_those_there_are(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert cli.execute(["bench", "sgmv", "--device", "cuda:2"]) == 2
+    assert "--device cuda:2: torch finds 2 here" in capsys.readouterr().err
 
 
 def test_help_needs_no_torch() -> None:

@@ -16,7 +16,7 @@ from punica_batch.data.source import Source
 from punica_batch.data.state import JobState
 from punica_batch.errors import RowError
 from punica_batch.planning.retry import retry_config
-from punica_batch.planning.status import output_status
+from punica_batch.planning.status import OutputStatus, output_status
 from punica_batch.types import Completion, FinishReason, RowResult
 
 
@@ -51,6 +51,31 @@ def files_of(folder: Path) -> dict[str, tuple[bytes, int]]:
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
+
+
+def test_status_takes_folder_and_store_options_from_the_job_file_that_is_named(
+    job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A flag goes before the file; a ``punica-batch.toml`` that is only there does not count."""
+    with open_state(config_of(job)):
+        pass
+    report = output_status("x.parquet", None, {})
+    asked: list[tuple[object, ...]] = []
+
+    def output_status_of(*arguments: object) -> OutputStatus:
+        asked.append(arguments)
+        return report
+
+    monkeypatch.setattr("punica_batch.planning.status.output_status", output_status_of)
+    text = 'work_dir = "w"\n[storage_options]\nanon = "true"\nkey = "file"\n'
+    Path("jobs").mkdir()
+    for name in ("jobs/named.toml", "punica-batch.toml"):
+        Path(name).write_text(text)
+    assert cli.execute(["status", "x.parquet", "--config", "jobs/named.toml", "--storage-option", "key=flag"]) == 0
+    assert cli.execute(["status", "x.parquet"]) == 0
+    assert asked == [("x.parquet", "jobs/w", {"anon": "true", "key": "flag"}), ("x.parquet", None, {})]
+    Path("jobs/named.toml").write_text("work_dri = 1\n")
+    assert cli.execute(["status", "x.parquet", "--config", "jobs/named.toml"]) == 4
 
 
 @pytest.mark.parametrize("samples", [None, 2])

@@ -130,14 +130,12 @@ def test_segments_rotate_and_are_deleted(tmp_path: Path, monkeypatch: pytest.Mon
         journal.sync()
     files = sorted((tmp_path / "j").iterdir())
     assert len(files) > 10
-    assert journal.size_bytes == sum(path.stat().st_size for path in files)
     journal.discard_below(500)
     assert len(list((tmp_path / "j").iterdir())) <= len(files) // 2 + 1
     assert sum(entry.rows.nbytes for entry in journal._index) <= 16 * 520
     assert journal.rows(500, 1000).to_pylist() == as_dicts(range(500, 1000))
     journal.discard_below(1000)
     assert list((tmp_path / "j").iterdir()) == []
-    assert journal.size_bytes == 0
     journal.append(results([1000]))
     journal.close()
     again = Journal(tmp_path / "j", SCHEMA)

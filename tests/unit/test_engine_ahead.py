@@ -8,17 +8,17 @@ row's block table names. So a wrong block, seat, position or adapter changes wha
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 from zlib import crc32
 
 import numpy as np
 import pytest
-import tokenizers
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from letters import letters
 
 from punica_batch.engine.engine import Engine
 from punica_batch.engine.model_runner import SampledTokens
@@ -27,26 +27,11 @@ from punica_batch.engine.settings import EngineSettings
 from punica_batch.errors import RowError
 from punica_batch.scheduler.batch import BatchArrays
 from punica_batch.scheduler.padding import pad, shape_for
-from punica_batch.text.tokenizer import Tokenizer
 from punica_batch.types import AdapterSpec, Request, RowResult, SamplingParams
 
 VOCAB, EOS, NAN = 26, 9, -1
 MAX_MODEL_LEN, BLOCK_SIZE = 24, 4
 ADAPTERS = (None, "a", "b", "bad", "once")
-LETTERS: list[Tokenizer] = []
-
-
-@pytest.fixture(scope="module", autouse=True)
-def letters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A real tokenizer in which token i is the letter i of the alphabet."""
-    folder = tmp_path_factory.mktemp("letters")
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={chr(97 + i): i for i in range(26)}, merges=[]))
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = tokenizers.decoders.ByteLevel()
-    backend.save(str(folder / "tokenizer.json"))
-    LETTERS.append(Tokenizer.load(folder))
-    yield
-    LETTERS.clear()
 
 
 def next_token(tokens: list[int], request: Request, sample: int) -> int:
@@ -172,7 +157,7 @@ def make(steps_ahead: int, full: set[int], **options: Any) -> tuple[Engine, Slot
     )
     slots = Slots(engine_settings.max_loras)
     device = Device(engine_settings, slots.slot, full)
-    endings = Endings(LETTERS[0], frozenset({EOS}), MAX_MODEL_LEN)
+    endings = Endings(letters(), frozenset({EOS}), MAX_MODEL_LEN)
     engine = Engine(device, slots, endings, engine_settings, steps_ahead=steps_ahead)  # type: ignore[arg-type]
     return engine, slots
 

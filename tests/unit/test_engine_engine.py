@@ -6,13 +6,13 @@ import functools
 import pickle
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-import tokenizers
 import torch
+from letters import letters
 from punica_batch_kernels.sgmv.types import LoraGroup
 
 from punica_batch.engine.engine import Engine
@@ -24,24 +24,9 @@ from punica_batch.engine.settings import EngineSettings
 from punica_batch.errors import AdapterError, JobError, StoreAway, UsageError
 from punica_batch.models.lora import ModelLora
 from punica_batch.scheduler.batch import BatchArrays
-from punica_batch.text.tokenizer import Tokenizer
 from punica_batch.types import AdapterSpec, FinishReason, Request, RowResult, SamplingParams
 
 EOS = 9
-LETTERS: list[Tokenizer] = []
-
-
-@pytest.fixture(scope="module", autouse=True)
-def letters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A real tokenizer in which token i is the letter i of the alphabet."""
-    folder = tmp_path_factory.mktemp("letters")
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={chr(97 + i): i for i in range(26)}, merges=[]))
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = tokenizers.decoders.ByteLevel()
-    backend.save(str(folder / "tokenizer.json"))
-    LETTERS.append(Tokenizer.load(folder))
-    yield
-    LETTERS.clear()
 
 
 @pytest.fixture(autouse=True, params=[0, 1], ids=["at once", "a step ahead"])
@@ -84,7 +69,7 @@ def make(
     loras = settings.max_loras
     model_lora = ModelLora([], LoraGroup(1, (0, 1), [None] * loras), [None] * loras)
     store = LoraStore(model_lora, load or packed, max_loras=loras, read_ahead=settings.read_ahead)
-    endings = Endings(LETTERS[0], frozenset({EOS, 20}), settings.max_model_len)
+    endings = Endings(letters(), frozenset({EOS, 20}), settings.max_model_len)
     return Engine(ScriptedRunner(script, store.slot), store, endings, settings)  # type: ignore[arg-type]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +14,11 @@ from model_harness import save_hf_model
 from safetensors.torch import load_file, save_file
 
 from punica_batch.errors import ModelError
+from punica_batch.models import weights
 from punica_batch.models.checkpoint import stored_tensors
 from punica_batch.models.config import ModelConfig
-from punica_batch.models.stream import TORCH_DTYPES, pieces, read_into
+from punica_batch.models.stream import TORCH_DTYPES, open_files, pieces, read_into
+from punica_batch.models.weights import load_model
 
 
 @pytest.mark.parametrize("nbytes", [8, 1000, 1 << 20])
@@ -56,6 +59,36 @@ def test_a_file_that_ends_early_is_named(tmp_path: Path) -> None:
     os.close(descriptor)
     with pytest.raises(ModelError, match=rf"model\.safetensors.*{last.name} is cut short"):
         stored_tensors(ModelConfig.from_folder(tmp_path), tmp_path)
+
+
+@pytest.mark.parametrize("way", ["replaced", "written again", "removed"])
+def test_a_file_that_changed_since_its_header_was_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """On a GPU by the descriptor that is read, on the CPU by the path."""
+    save_hf_model("qwen2", tmp_path)
+    config, path = ModelConfig.from_folder(tmp_path), tmp_path / "model.safetensors"
+    stored = stored_tensors(config, tmp_path)
+    monkeypatch.setattr(weights, "stored_tensors", lambda *_: stored)
+    with ExitStack() as stack:
+        (descriptor,) = open_files(stored, stack).values()
+        assert os.pread(descriptor, 8, 0) == path.read_bytes()[:8]
+    load_model(config, tmp_path, torch.float32)
+    before = path.stat()
+    if way == "replaced":  # of the same size and time
+        other = path.with_name("other")
+        other.write_bytes(path.read_bytes())
+        os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
+        other.replace(path)
+    elif way == "written again":
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1_000_000))
+    else:
+        path.unlink()
+    why = "cannot be read" if way == "removed" else "was changed"
+    with pytest.raises(ModelError, match=rf"model\.safetensors.*{why}"), ExitStack() as stack:
+        open_files(stored, stack)
+    with pytest.raises(ModelError, match=rf"model\.safetensors.*{why}"):
+        load_model(config, tmp_path, torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +132,7 @@ def test_tensors_that_share_bytes_or_a_name_are_refused(tmp_path: Path) -> None:
     shared[other]["data_offsets"] = shared[norm]["data_offsets"]
     twice = header.rstrip()[:-1] + b"," + json.dumps({norm: shared[norm]}).encode()[1:]
     nested = b"[" * 100_000
-    for broken, why in ((json.dumps(shared).encode(), "not where"), (twice, "twice"), (nested, "RecursionError")):
+    for broken, why in ((json.dumps(shared).encode(), "instead of"), (twice, "twice"), (nested, "not valid JSON")):
         path.write_bytes(len(broken).to_bytes(8, "little") + broken + data)
         with pytest.raises(ModelError, match=rf"model\.safetensors.*{why}"):
             stored_tensors(config, tmp_path)

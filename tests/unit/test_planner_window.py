@@ -31,7 +31,7 @@ def test_a_group_is_all_of_the_oldest_rows_adapter() -> None:
     assert take(window) == [2, 6]
     assert take(window) == []
     assert window.peek() is None
-    assert (window.num_pending, window.num_in_flight) == (0, 7)
+    assert (window.num_pending, window.nbytes) == (0, 7)  # in flight, and so held
 
 
 def test_the_oldest_row_is_always_in_it_then_longer_prompts_first() -> None:
@@ -103,11 +103,11 @@ def test_span_counts_from_the_oldest_unfinished_to_the_newest() -> None:
     assert take(window) == [10, 11, 13]
     window.mark_finished(11)
     window.mark_finished(13)
-    assert (window.low_water, window.span) == (10, 4)
+    assert window.span == 4
     window.mark_finished(10)
-    assert (window.low_water, window.span) == (12, 2)  # row 12 has been read, but is not here yet
+    assert window.span == 2  # row 12 has been read, but is not here yet
     window.mark_finished(12)  # it failed before it could be added
-    assert (window.low_water, window.span) == (14, 0)
+    assert window.span == 0
     assert window.can_read(14 + window.max_span)
     assert not window.can_read(15 + window.max_span)
 
@@ -171,8 +171,8 @@ def test_against_a_naive_window(seed: int, adapters: int, max_rows: int) -> None
     turns: dict[str, str | None] = {}
     while len(finished) < 60:
         low = next(n for n in range(61) if n not in finished)
-        assert (window.low_water, window.span) == (low, max(newest + 1, low) - low)
-        assert (window.num_pending, window.num_in_flight) == (len(pending), len(flying))
+        assert window.span == max(newest + 1, low) - low
+        assert (window.num_pending, window.nbytes) == (len(pending), len(pending) + len(flying))
         action = chance.random()
         if action < 0.4 and incoming:
             if chance.random() < 0.2 and len(incoming) > 1:
@@ -211,7 +211,7 @@ def test_against_a_naive_window(seed: int, adapters: int, max_rows: int) -> None
             entry = flying.pop(chance.randrange(len(flying)))
             finished.add(entry.row)
             window.mark_finished(entry.row)
-    assert (window.low_water, window.nbytes, window.num_pending, window.num_in_flight) == (60, 0, 0, 0)
+    assert (window.span, window.nbytes, window.num_pending) == (0, 0, 0)
 
 
 def run_scattered(rows: int, adapters: int, held: int, workers: int, batch: int) -> float:
@@ -224,8 +224,8 @@ def run_scattered(rows: int, adapters: int, held: int, workers: int, batch: int)
     flying: list[list[int]] = [[] for _ in range(workers)]
     last: list[str | None] = [None] * workers
     seen = bytearray(rows)
-    read = turns = in_turns = 0
-    while window.low_water < rows:
+    read = finished = turns = in_turns = 0
+    while finished < rows:
         while read < rows and window.can_read(min(read + 2048, rows)):
             for number in range(read, min(read + 2048, rows)):
                 window.add(PendingRow(number, names[int(chance.random() * adapters)], 64, 100))
@@ -249,8 +249,9 @@ def run_scattered(rows: int, adapters: int, held: int, workers: int, batch: int)
                 place = chance.randrange(len(sent))
                 sent[place], sent[-1] = sent[-1], sent[place]
                 window.mark_finished(sent.pop())
+                finished += 1
     assert all(seen)
-    assert window.nbytes == window.num_pending == window.num_in_flight == 0
+    assert window.span == window.nbytes == window.num_pending == 0
     return in_turns / turns
 
 

@@ -19,7 +19,7 @@ from punica_batch.errors import InputError, RowError
 from punica_batch.text.prepare import Prepared, Preparer, render_preview
 from punica_batch.text.prompt_template import PromptTemplate
 from punica_batch.text.settings import TextSettings
-from punica_batch.text.templates import check_text, template_columns
+from punica_batch.text.templates import check_text
 from punica_batch.types import AdapterSpec, SamplingParams
 
 MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
@@ -309,7 +309,6 @@ def test_adapters_have_their_own_templates(folder: Path) -> None:
     assert texts(preparer, prepared) == ["J p", "X p {}", "system:S;user:[t];"]
     assert codes(prepared) == {3: "template_failed", 4: "template_failed", 5: "bad_option"}
     assert "title" in str(prepared.errors[1].error)
-    assert set(template_columns(preparer._settings)) == {"prompt", "title", "titel"}
 
 
 def test_a_slow_template_costs_its_rows_only(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

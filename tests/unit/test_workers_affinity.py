@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,39 @@ def test_only_what_the_process_may_use() -> None:
 def test_fewer_cores_than_gpus() -> None:
     assert share_cores([cpus("0-1")] * 4, cpus("0-1"), {}) == [cpus("0-1")] * 4
     assert share_cores([cpus("0-3")] * 4, cpus("0-3"), {0: 0, 1: 0, 2: 2, 3: 2}) == [cpus("0-3")] * 4
+
+
+def test_sets_that_overlap_share_what_all_of_them_have() -> None:
+    """Two nodes of 8: GPUs of which the system says nothing take first what no other could have."""
+    first, second = cpus("0-7"), cpus("8-15")
+    assert share_cores([first, frozenset()], cpus("0-15"), {}) == [first, second]
+    assert share_cores([first, first, frozenset()], cpus("0-15"), {}) == [cpus("0-3"), cpus("4-7"), second]
+    shares = share_cores([first, second, frozenset()], cpus("0-15"), {})
+    assert sorted(map(len, shares)) == [5, 5, 6]
+    assert frozenset().union(*shares) == cpus("0-15")
+    # the second has nothing but what the first could have too
+    assert share_cores([cpus("0-5"), cpus("4-5")], cpus("0-5"), {}) == [cpus("0-3"), cpus("4-5")]
+    threads = {i: i % 8 for i in range(16)}
+    assert share_cores([cpus("0-3,8-11"), cpus("2-7,10-15")], cpus("0-15"), threads) == [
+        cpus("0-3,8-11"), cpus("4-7,12-15")
+    ]  # fmt: skip
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.lists(st.sampled_from([0, 1, 2]), min_size=1, max_size=6))
+def test_of_nodes_and_the_unknown_nobody_gets_less_than_need_be(first: int, second: int, where: list[int]) -> None:
+    """The least share is the best there is: for any workers together, their cores over their number."""
+    nodes = [frozenset(range(first)), frozenset(range(first, first + second)), frozenset[int]()]
+    allowed = nodes[0] | nodes[1]
+    near = [nodes[i] for i in where]
+    usable = [cores or allowed for cores in near]
+    groups = [g for n in range(1, len(near) + 1) for g in combinations(usable, n)]
+    best = min(len(frozenset().union(*group)) // len(group) for group in groups)
+    shares = share_cores(near, allowed, {})
+    if best:
+        assert sum(map(len, shares)) == len(frozenset().union(*shares)) == len(frozenset().union(*usable))
+        assert min(map(len, shares)) == best
+    else:
+        assert frozenset().union(*shares) == frozenset().union(*usable)
 
 
 def test_a_system_without_affinity() -> None:

@@ -47,6 +47,14 @@ def test_a_mig_slice_is_refused_and_not_run_on_the_cpu() -> None:
     assert visible_gpus([], "MIG-2c1f4ad0") == []
 
 
+@pytest.mark.parametrize("visible", ["0,0", "2,1,2", "1,GPU-1"])
+def test_a_gpu_named_twice_is_refused_as_cuda_does(visible: str) -> None:
+    with pytest.raises(UsageError, match=rf"twice \({visible.rpartition(',')[2]}\)"):
+        visible_gpus(FOUR, visible)
+    assert visible_gpus([], visible) == []
+    assert [g.uuid for g in visible_gpus(FOUR, "0,7,0")] == ["GPU-0"]  # what follows an unknown one is not read
+
+
 @pytest.mark.parametrize("wanted", ["5", "0", "0,4", "1,1"])
 def test_more_gpus_than_there_are_says_how_many(wanted: str) -> None:
     with pytest.raises(UsageError, match="4 found"):

@@ -135,7 +135,7 @@ def drive(pool: SimulatedPool, requests: list[Request], rng: random.Random, **op
     unread = list(requests)
     for _ in range(20_000):
         if len(results) == len(requests):
-            assert window.num_in_flight == window.num_pending == 0
+            assert window.span == window.nbytes == window.num_pending == 0
             return results
         burst, unread = unread[: (size := rng.randint(0, 12))], unread[size:]
         dispatcher.add(burst)
