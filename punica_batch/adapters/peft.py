@@ -1,7 +1,7 @@
-"""PEFT adapter folders: inspected by their headers, bound to the model's modules, loaded as numpy arrays.
+"""PEFT adapter folders: inspected by their config and header, and bound to the model's modules.
 
-Three steps, so that a job can check thousands of adapters before any work and load each when its rows come up:
-``inspect_adapter`` (config and header), ``bind_adapter`` (every tensor finds its place) and ``load_adapter``.
+Apart from loading (``weights``), so that a job can check thousands of adapters before any work and load each when its
+rows come up: ``inspect_adapter`` (config and header), then ``bind_adapter`` (every tensor finds its place).
 """
 
 from __future__ import annotations
@@ -9,15 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from punica_batch.adapters.config import LoraConfig
-from punica_batch.adapters.digest import DigestCache, combine, file_digest
 from punica_batch.adapters.header import PREFIX_BYTES, TensorInfo, header_length, parse_header, shown
 from punica_batch.adapters.store import FileStamp, Folder
 from punica_batch.errors import AdapterError
@@ -33,8 +29,6 @@ _PREFIX = "base_model.model."
 _LINEAR = re.compile(r"(?P<module>.+)\.lora_(?P<part>[AB])(?:\.default)?\.weight")
 _EMBEDDING = re.compile(r"(?P<module>.+)\.lora_embedding_(?P<part>[AB])(?:\.default)?")
 _BASE_COPY = re.compile(r"(?P<module>(?:.+\.)?(?:embed_tokens|lm_head))(?:\.base_layer)?\.weight")
-
-Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -72,32 +66,6 @@ class LoraModule:
     scale: float
     a_name: str
     b_name: str
-
-
-@dataclass(frozen=True, slots=True)
-class LoraTensors:
-    """One module's add-on: y += scale * (x A^T) B^T. ``a`` [rank, in], ``b`` [out, rank]; float32 or float16.
-
-    For ``embed_tokens``: in = vocab_size, out = hidden_size, x one-hot.
-    """
-
-    a: Array
-    b: Array
-    scale: float
-
-
-@dataclass(frozen=True)
-class LoadedAdapter:
-    """An adapter's contents. ``sha256`` is its digest, computed from the very bytes that ``modules`` view.
-
-    ``base_layers``: copies of base weights that PEFT saves beside adapted embeddings, module → [vocab, hidden].
-    PEFT would put them in the base model's place, so whoever has the base weights calls ``check_base_layers``.
-    """
-
-    name: str
-    sha256: str
-    modules: Mapping[str, LoraTensors] = field(repr=False)
-    base_layers: Mapping[str, Array] = field(repr=False)
 
 
 def inspect_adapter(spec: AdapterSpec, storage_options: Mapping[str, Any] | None = None) -> AdapterFiles:
@@ -159,82 +127,8 @@ def bind_adapter(files: AdapterFiles, modules: Mapping[str, tuple[int, int]]) ->
     return {m: LoraModule(rank, scale, found[m, "A"], found[m, "B"]) for m, (rank, scale) in targets.items()}
 
 
-def load_adapter(
-    files: AdapterFiles, bound: Mapping[str, LoraModule], cache: DigestCache | None = None
-) -> LoadedAdapter:
-    """Reads the weights in one sequential pass. The digest comes from the same bytes, and goes into ``cache``.
-
-    F32 and F16 are delivered as they are (views of one buffer), BF16 as float32. Raises ``AdapterError`` when the
-    files are no longer those inspected or a value is NaN or Inf, and ``StoreAway``.
-    """
-    folder = files.folder
-    buffer = np.empty(files.nbytes, np.uint8)
-    view, digest = buffer.data, hashlib.sha256()
-    count = folder.stream(WEIGHTS_NAME, files.nbytes, lambda at, length: view[at : at + length], digest.update)
-    head = hashlib.sha256(view[: files.header_bytes]).hexdigest()
-    if (
-        count != files.nbytes
-        or head != files.header_sha256
-        or folder.stamp(WEIGHTS_NAME) != files.weights_stamp
-        or hashlib.sha256(read_config(files.spec, folder)).hexdigest() != files.config_sha256
-    ):
-        raise files_changed(files.spec)
-    weights_sha256 = digest.hexdigest()
-    if cache is not None:
-        cache.put(folder.identity(WEIGHTS_NAME), files.weights_stamp, weights_sha256)
-    data = buffer[files.header_bytes :]
-    copies = _base_copies(files)
-    modules = {
-        module: LoraTensors(_finite(files, data, m.a_name), _finite(files, data, m.b_name), m.scale)
-        for module, m in bound.items()
-    }
-    if copies:  # views would keep the copies' bytes, often many times the adapter's, alive
-        modules = {module: LoraTensors(t.a.copy(), t.b.copy(), t.scale) for module, t in modules.items()}
-    base_layers = {module: _decode(data, files.header[name]) for module, name in copies.items()}
-    return LoadedAdapter(files.spec.name, combine(files.config_sha256, weights_sha256), modules, base_layers)
-
-
-def check_base_layers(adapter: LoadedAdapter, base_weight: Callable[[str], Array], *, rtol: float = 0.0) -> None:
-    """Raises ``AdapterError`` if a saved copy of a base weight is not the base weight.
-
-    ``base_weight(module)``: [vocab, hidden] as numpy. ``rtol``: rounding between the two dtypes (2**-8 for bfloat16,
-    2**-11 for float16, 0 where both are the same).
-    """
-    for module, copy in adapter.base_layers.items():
-        base = base_weight(module)
-        if copy.shape != base.shape or not np.allclose(copy, base, rtol=rtol, atol=rtol * 1e-3):
-            raise AdapterError(
-                f"adapter {adapter.name!r}: its own copy of {shown(module)} differs from the base model's; adapters "
-                "that replace base weights are not supported"
-            )
-
-
-def adapter_digest(files: AdapterFiles, cache: DigestCache | None = None) -> str:
-    """SHA-256 (hex) over the digests of config and weights; reads the weights unless ``cache`` knows them."""
-    weights = file_digest(files.folder, WEIGHTS_NAME, files.weights_stamp, cache)
-    if weights is None:
-        raise files_changed(files.spec)
-    return combine(files.config_sha256, weights)
-
-
-def has_base_copies(files: AdapterFiles) -> bool:
-    """Whether PEFT saved whole base layers beside the adapter's own tensors."""
-    return bool(_base_copies(files))
-
-
 def files_changed(spec: AdapterSpec) -> AdapterError:
     return _error(spec, "its files have changed since they were checked; run the job again")
-
-
-def check_finite(
-    files: AdapterFiles, bound: Mapping[str, LoraModule], data: NDArray[np.uint8], spec: AdapterSpec
-) -> None:
-    """Raises ``AdapterError`` naming a tensor that holds NaN or Inf. ``data``: that of ``spec``'s weights file, without
-    its header, which is the same as that of ``files``."""
-    files = replace(files, spec=spec)
-    for module in bound.values():
-        for name in (module.a_name, module.b_name):
-            _finite(files, data, name)
 
 
 def _error(spec: AdapterSpec, sentence: str) -> AdapterError:
@@ -329,21 +223,7 @@ def _check_shape(files: AdapterFiles, name: str, wanted: tuple[int, int], why: s
         raise files.error(f"tensor {shown(name)} has shape {files.header[name].shape}; {why} {wanted}")
 
 
-def _base_copies(files: AdapterFiles) -> dict[str, str]:
+def base_copies(files: AdapterFiles) -> dict[str, str]:
+    """Whole base layers that PEFT saved beside the adapter's own tensors: module → tensor."""
     matches = ((name, _BASE_COPY.fullmatch(name, len(_PREFIX))) for name in files.header)
     return {match["module"]: name for name, match in matches if match}
-
-
-def _finite(files: AdapterFiles, data: NDArray[np.uint8], name: str) -> Array:
-    array = _decode(data, files.header[name])
-    if not np.isfinite(array).all():
-        raise files.error(f"tensor {shown(name)} holds NaN or Inf")
-    return array
-
-
-def _decode(data: NDArray[np.uint8], info: TensorInfo) -> Array:
-    raw = data[info.begin : info.end]
-    if info.dtype == "BF16":
-        return (raw.view("<u2").astype(np.uint32) << 16).view(np.float32).reshape(info.shape)
-    array = raw.view("<f4" if info.dtype == "F32" else "<f2").reshape(info.shape)
-    return np.require(array, requirements="A")

@@ -10,7 +10,7 @@ from punica_batch_kernels.packing.types import Move
 from punica_batch_kernels.sgmv.slot_table import GroupLayout
 
 from punica_batch.adapters.header import ITEM_BYTES, TensorInfo
-from punica_batch.adapters.peft import AdapterFiles, LoraModule, has_base_copies
+from punica_batch.adapters.peft import AdapterFiles, LoraModule, base_copies
 from punica_batch.models.lora import FUSED_PROJECTIONS
 
 EMBEDDING, LM_HEAD = "model.embed_tokens", "lm_head"
@@ -65,7 +65,7 @@ def adapter_layout(files: AdapterFiles, bound: Mapping[str, LoraModule], num_lay
         a, b = builder.stack([module]), builder.transposed(module)
         vocab, hidden = files.header[module.a_name].shape[1], files.header[module.b_name].shape[0]
         embedding = EmbeddingLayout(a, b, module.rank, vocab, hidden)
-    by_host = has_base_copies(files) or not builder.is_addressable
+    by_host = bool(base_copies(files)) or not builder.is_addressable
     return AdapterLayout(builder.used, groups, embedding, None if by_host else tuple(builder.moves))
 
 

@@ -12,16 +12,8 @@ from punica_batch_kernels.sgmv.types import LoraGroup, SlotWeights
 from torch import Tensor
 
 from punica_batch.adapters.digest import DigestCache
-from punica_batch.adapters.peft import (
-    AdapterFiles,
-    LoadedAdapter,
-    LoraModule,
-    LoraTensors,
-    bind_adapter,
-    check_base_layers,
-    inspect_adapter,
-    load_adapter,
-)
+from punica_batch.adapters.peft import AdapterFiles, LoraModule, bind_adapter, inspect_adapter
+from punica_batch.adapters.weights import LoadedAdapter, LoraTensors, check_base_layers, load_adapter
 from punica_batch.engine.lora_layout import EMBEDDING, LM_HEAD, fused_modules, padded
 from punica_batch.engine.settings import EngineSettings
 from punica_batch.errors import AdapterError

@@ -28,12 +28,12 @@ from punica_batch.adapters.peft import (
     AdapterFiles,
     LoraModule,
     bind_adapter,
-    check_finite,
     files_changed,
     inspect_adapter,
 )
 from punica_batch.adapters.raw import RawAdapter, header_sha256
 from punica_batch.adapters.store import FileStamp
+from punica_batch.adapters.weights import check_finite
 from punica_batch.engine.lora_arena import Arena
 from punica_batch.engine.lora_layout import LM_HEAD, AdapterLayout, EmbeddingLayout, adapter_layout
 from punica_batch.engine.lora_pack import check_rank, overflows, pack_files

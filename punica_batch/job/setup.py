@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 
 from punica_batch.adapters.digest import DigestCache
-from punica_batch.adapters.peft import adapter_digest, inspect_adapter
+from punica_batch.adapters.peft import inspect_adapter
+from punica_batch.adapters.weights import adapter_digest
 from punica_batch.config import JobConfig
 from punica_batch.data.state import JobState
 from punica_batch.engine.settings import DEFAULT_MAX_LORA_RANK, EngineSettings, resolve_dtypes

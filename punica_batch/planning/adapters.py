@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from punica_batch.adapters.check import check_adapter
 from punica_batch.adapters.digest import DigestCache
-from punica_batch.adapters.peft import AdapterFiles, adapter_digest, bind_adapter, inspect_adapter, load_adapter
+from punica_batch.adapters.peft import AdapterFiles, bind_adapter, inspect_adapter
 from punica_batch.adapters.registry import Registry
+from punica_batch.adapters.weights import adapter_digest, load_adapter
 from punica_batch.config import JobConfig
 from punica_batch.errors import AdapterError, RowError
 from punica_batch.types import AdapterSpec

@@ -31,15 +31,8 @@ from hypothesis import strategies as st
 from punica_batch.adapters import store
 from punica_batch.adapters.digest import DigestCache
 from punica_batch.adapters.header import parse_header
-from punica_batch.adapters.peft import (
-    AdapterFiles,
-    LoadedAdapter,
-    adapter_digest,
-    bind_adapter,
-    check_base_layers,
-    inspect_adapter,
-    load_adapter,
-)  # fmt: skip
+from punica_batch.adapters.peft import AdapterFiles, bind_adapter, inspect_adapter
+from punica_batch.adapters.weights import LoadedAdapter, adapter_digest, check_base_layers, load_adapter
 from punica_batch.errors import AdapterError, StoreAway
 from punica_batch.types import AdapterSpec
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 
-from punica_batch.adapters.peft import adapter_digest, inspect_adapter
+from punica_batch.adapters.peft import inspect_adapter
+from punica_batch.adapters.weights import adapter_digest
 from punica_batch.engine.settings import EngineSettings
 from punica_batch.types import Completion, FinishReason, Request, RowResult, WorkerStats
 
