@@ -91,8 +91,7 @@ def segments_for(lengths: list[int], block_m: int | None = None) -> Segments:
     tiles = build_tiles(starts, slots, CUDA)
     if block_m is not None:
         tiles = (RowTiles.build(starts, slots, CUDA, block_m),)
-    empty = torch.empty(0, dtype=torch.int32)
-    return Segments(empty, empty, tuple(starts), tuple(slots), tiles)
+    return Segments.build(starts, slots, tiles=tiles)
 
 
 def activations(rows: int, dtype: torch.dtype) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

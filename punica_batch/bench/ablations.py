@@ -60,10 +60,10 @@ def measure_add_on(recorder: Recorder, device: torch.device, roof: Ceilings, bud
 def with_tiles(segments: Segments, block_m: int) -> Segments:
     """The same segments for the kernels of one family, whatever the rule would choose; as they are on a CPU, whose
     kernels know no families."""
-    if segments.tiles is None:
+    if not segments.tiles:
         return segments
-    starts, slots = segments.seg_indptr_host, segments.lora_indices_host
-    return replace(segments, tiles=(RowTiles.build(starts, slots, segments.seg_indptr.device, block_m),))
+    device = segments.tiles[0].entries.device
+    return replace(segments, tiles=(RowTiles.build(segments.seg_indptr, segments.lora_indices, device, block_m),))
 
 
 def measure_batches(recorder: Recorder, device: torch.device, roof: Ceilings, budget: Budget) -> None:

@@ -54,7 +54,7 @@ class AddOn:
 
     def step(self, add_lora: AddLora, segments: Segments, *, unsplit: bool = False) -> Callable[[], None]:
         """Adds all layers' adapters. ``unsplit``: v is one buffer without room for partial sums, so K is not split."""
-        rows = segments.seg_indptr_host[-1]
+        rows = segments.seg_indptr[-1]
         operands = self.operands(rows)
         buffer = None
         if unsplit:

@@ -45,7 +45,7 @@ def run(options: BenchOptions) -> None:
 def _step(name: str, add_on: AddOn, gathered: list[GatherBmm], segments: Segments) -> Callable[[], None]:
     if name == "sgmv":
         return add_on.step(backend_for(add_on.device).add_lora, segments)
-    [(x, y)] = add_on.operands(segments.seg_indptr_host[-1])
+    [(x, y)] = add_on.operands(segments.seg_indptr[-1])
     slots = row_slots(segments).to(add_on.device)
 
     def in_a_loop() -> None:

@@ -182,7 +182,7 @@ class ModelRunner:
         tiles = []
         for family in plan_families(seg_indptr, slots):
             count = family.num_tiles
-            if shape is not None:  # unused tiles of single rows cost nothing: a shape needs but one graph for them
+            if shape is not None:  # twice as many tiles of single rows cost 1 %: a shape needs but one graph
                 count = tile_bucket(shape.num_tokens if family.block_m == PER_ROW else count)
             tiles.append((family.block_m, cut_tiles(seg_indptr, family.lora_indices, family.block_m, count)))
         return tiles

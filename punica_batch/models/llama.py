@@ -219,8 +219,8 @@ class LlamaModel:
         return y
 
     def _add_embedding_lora(self, x: Tensor, input_ids: Tensor, segments: Segments, lora: ModelLora) -> None:
-        starts = segments.seg_indptr_host
-        for i, slot in enumerate(segments.lora_indices_host):
+        starts = segments.seg_indptr
+        for i, slot in enumerate(segments.lora_indices):
             weights = lora.embeddings[slot] if slot >= 0 else None
             if weights is not None:
                 a, b = weights

@@ -5,22 +5,14 @@ The first run on a machine compiles kernels for some minutes.
 
 from __future__ import annotations
 
-import sys
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
+from attention_cases import BLOCK, Case
 from punica_batch_kernels.attention.types import AttentionShape
 from punica_batch_kernels.backend import Kernels, kernels_for
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
-from attention_cases import BLOCK, Case
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
 CUDA = torch.device("cuda")
 FP16, BF16 = torch.float16, torch.bfloat16
 HEADS = {"mha": (4, 4), "pairs": (4, 2), "fours": (8, 2), "sevens": (14, 2)}

@@ -14,10 +14,6 @@ import torch
 
 from punica_batch import JobConfig, run_job
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
 SAMPLE = Path(__file__).parents[2] / "sample_data"
 JOB = ("--model", str(SAMPLE / "model"), "--adapters", str(SAMPLE / "adapters.toml"), "--dtype", "float16")
 COMPILED = (".so", ".cubin")

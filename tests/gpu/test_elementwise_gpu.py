@@ -5,23 +5,15 @@ The first run on a machine compiles kernels for half a minute.
 
 from __future__ import annotations
 
-import sys
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
 from punica_batch_kernels.backend import REFERENCE, Kernels, _with_elementwise
+from rope_cases import check_rope_and_write_kv, normed
 from torch import Tensor
 from torch.nn import functional
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
-from rope_cases import check_rope_and_write_kv, normed
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
 CUDA = torch.device("cuda")
 DTYPES = (torch.float16, torch.bfloat16)
 ROWS = (1, 32, 257, 4096)

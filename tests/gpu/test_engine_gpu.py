@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("peft")
-sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
 import parity_tools as tools
 from parity_tools import ALL, ARCHITECTURES, COMMON, Row, TinyModel
 from transformers import LlamaConfig, Qwen2Config
 
 from punica_batch.engine.engine import Engine
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
 DEVICE = "cuda"
 HALF = ("float16", "bfloat16")
 # heads of 64, which FlashInfer has kernels for

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 pytest.importorskip("peft")
-sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
 import parity_tools as tools
 from parity_tools import COMMON, TinyModel
 from transformers import LlamaConfig
 
 from punica_batch.engine.engine import Engine
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
 ROWS, CONTINUATION = 12, 6
 NAMES = [f"a{i}" for i in range(ROWS)]
 # which adapter each row has: from none to one a row

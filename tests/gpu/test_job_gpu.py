@@ -7,14 +7,9 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-import torch
 
 from punica_batch import JobConfig, run_job
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
 SAMPLE = Path(__file__).parents[2] / "sample_data"
 
 

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from lora_upload_cases import PROJECTIONS, Device, check_same, drawn_tensors, write
+from packing_cases import draw_moves, raw_data
 from punica_batch_kernels.packing import reference
 from punica_batch_kernels.packing.types import build_work
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
-from lora_upload_cases import PROJECTIONS, Device, check_same, drawn_tensors, write
-from packing_cases import draw_moves, raw_data
-
-from punica_batch.engine.lora_store import LoraStore
 from punica_batch.engine.pinned import PinnedBuffer
 from punica_batch.errors import AdapterError
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -93,15 +84,7 @@ def test_a_slot_changes_between_enqueued_steps(tmp_path: Path) -> None:
         firsts[f"a{i}"] = float(i)
     nbytes = Device(folders, torch.float16, device="cuda").load("a0").nbytes
     device = Device(folders, torch.float16, room=2 * nbytes, max_loras=1, device="cuda")
-    store = LoraStore(
-        device.lora,
-        device.load,
-        max_loras=1,
-        read_ahead=1,
-        num_threads=2,
-        tables=device.tables,
-        arena=device.load.arena,
-    )
+    store = device.store(read_ahead=1)
     base, seen = device.memory.data_ptr(), []
     for name in folders:
         store.request(name)

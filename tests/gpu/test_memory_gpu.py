@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,6 @@ import torch
 from numpy.typing import NDArray
 
 pytest.importorskip("peft")
-sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
 from parity_tools import COMMON, TinyModel
 from transformers import LlamaConfig
 
@@ -24,10 +22,6 @@ from punica_batch.errors import ModelError
 from punica_batch.models.config import ModelConfig
 from punica_batch.types import Request, SamplingParams
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
 HALF = {"device": "cuda", "dtype": "float16", "kv_cache_dtype": "float16"}
 GIB = 2**30
 

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
-sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 from sampling_cases import FILTERS, batch_of, check_draws, check_greedy, spoil
 
 from punica_batch.engine.sampler import SamplingBatch, greedy, sample
 from punica_batch.types import SamplingParams
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
 CUDA = torch.device("cuda")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from punica_batch_kernels.sgmv import backend_for
 from punica_batch_kernels.sgmv.slot_table import SlotTables
 from punica_batch_kernels.sgmv.tiles import GROUPED, PER_ROW, PREFILL
 from punica_batch_kernels.sgmv.types import Segments
+from sgmv_cases import check, expected, make_group, make_segments, make_slot, popularity, refill
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
-from sgmv_cases import check, expected, make_group, make_segments, make_slot, popularity
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
 CUDA = torch.device("cuda")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 FAMILIES = (PER_ROW, GROUPED, PREFILL)
@@ -91,7 +82,7 @@ def test_a_captured_graph_serves_other_segments(block_m: int, dtype: torch.dtype
             tables.install(11)
         now = make_segments(layout, CUDA, block_m)
         assert segments.tiles is not None
-        segments.tiles[0].refill(now.seg_indptr_host, now.lora_indices_host)
+        refill(segments.tiles[0], now.seg_indptr, now.lora_indices)
         x.copy_(torch.randn(rows, 1024, device=CUDA))
         graph.replay()
         for y, group in zip(ys, groups, strict=True):

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from punica_batch_kernels.sgmv import backend_for
 from punica_batch_kernels.sgmv.tiles import GROUPED, PER_ROW, RowTiles, plan_families, tile_bucket
 from punica_batch_kernels.sgmv.types import LoraGroup, Segments
+from sgmv_cases import check, expected, make_group, make_segments, refill
 from torch import Tensor
 from torch.nn import functional
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
-from sgmv_cases import check, expected, make_group, make_segments
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
 CUDA = torch.device("cuda")
 WIDTHS = (512, 128, 128)
 
@@ -121,9 +112,9 @@ def test_many_rows_take_the_base_product_last(kind: str, dtype: torch.dtype, mon
     want = expected(x.double() @ weight.double().t(), x, group, segments)
     assert torch.isfinite(last).all()
     assert (last - want).norm() <= (first - want).norm()
-    for i, slot in enumerate(segments.lora_indices_host):
+    for i, slot in enumerate(segments.lora_indices):
         if slot < 0:
-            rows = slice(*segments.seg_indptr_host[i : i + 2])
+            rows = slice(*segments.seg_indptr[i : i + 2])
             torch.testing.assert_close(last[rows], first[rows], atol=2e-3, rtol=2e-2)
 
 
@@ -148,7 +139,7 @@ def test_in_a_graph_the_base_product_stays_first(rows: int, monkeypatch: pytest.
     with torch.cuda.graph(graph):
         y = step()
     assert segments.tiles is not None
-    segments.tiles[0].refill([0, 5, rows], [-1, 0])
+    refill(segments.tiles[0], [0, 5, rows], [-1, 0])
     graph.replay()
     want = functional.linear(x[:5], weight)
     torch.testing.assert_close(y[:5], want)
@@ -182,8 +173,7 @@ def test_a_graph_of_layers_with_shrinks_beside_the_products(kind: str, dtype: to
     shapes = [((hidden,), hidden), ((512, 256, 256), hidden)] * layers
     groups = [make_group([(16,) * len(w)] * rows, into, w, empty(dtype), 32) for w, into in shapes]
     weights = [(torch.randn(sum(w), into, device=CUDA) / into**0.5).to(dtype) for w, into in shapes]
-    host = Segments.build(starts, slots)
-    segments = Segments(host.seg_indptr, host.lora_indices, tuple(starts), tuple(slots), static_tiles(starts, slots))
+    segments = Segments.build(starts, slots, tiles=static_tiles(starts, slots))
     backend = backend_for(CUDA)
     assert backend.lora_linear is not None
     x0 = torch.randn(rows, hidden, device=CUDA).to(dtype)

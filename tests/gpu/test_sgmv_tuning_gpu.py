@@ -9,11 +9,6 @@ import torch
 from punica_batch_kernels.sgmv import tuned
 from punica_batch_kernels.sgmv.triton_config import ExpandConfig, ShrinkConfig, choose_config, load_table
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
-
 
 def test_a_measured_table_is_looked_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from punica_batch_kernels.sgmv.tuning import tune

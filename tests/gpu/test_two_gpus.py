@@ -15,10 +15,7 @@ import torch
 from punica_batch import JobConfig, run_job
 from punica_batch.workers.devices import find_devices
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs"),
-]
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
 SAMPLE = Path(__file__).parents[2] / "sample_data"
 psutil = pytest.importorskip("psutil")
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 from model_harness import save_hf_model
+from safetensors.torch import load_file
 
 from punica_batch.errors import ModelError
 from punica_batch.models import weights
@@ -21,10 +18,6 @@ from punica_batch.models.llama import LlamaModel
 from punica_batch.models.stream import stream_weights
 from punica_batch.models.weights import load_model
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
 CUDA = torch.device("cuda")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 from punica_batch_kernels.sgmv.slot_table import SlotTables
-from punica_batch_kernels.sgmv.tiles import RowTiles, build_tiles
+from punica_batch_kernels.sgmv.tiles import RowTiles, build_tiles, cut_tiles
 from punica_batch_kernels.sgmv.types import LoraGroup, Segments, SlotWeights
 from torch import Tensor
 
@@ -67,19 +67,23 @@ def make_segments(
     """In the families that the rule chooses, or all in that of ``block_m``."""
     slots = [slot for slot, _ in layout]
     starts = [0, *np.cumsum([rows for _, rows in layout]).tolist()]
-    segments = Segments.build(starts, slots)
     tiles = build_tiles(starts, slots, device)
     if block_m is not None:
         tiles = (RowTiles.build(starts, slots, device, block_m, num_tiles),)
-    return Segments(segments.seg_indptr, segments.lora_indices, tuple(starts), tuple(slots), tiles)
+    return Segments.build(starts, slots, tiles=tiles)
+
+
+def refill(tiles: RowTiles, starts: Sequence[int], slots: Sequence[int]) -> None:
+    """Other segments' tiles in the same buffer, as a recorded step finds them."""
+    tiles.entries.copy_(torch.from_numpy(cut_tiles(starts, slots, tiles.block_m, tiles.entries.shape[0])))
 
 
 def expected(y: Tensor, x: Tensor, group: LoraGroup, segments: Segments) -> Tensor:
     """y with the adapters added, in float64; y itself where nothing is added."""
     out = y.double()
-    for i, slot in enumerate(segments.lora_indices_host):
+    for i, slot in enumerate(segments.lora_indices):
         weights = group.slots[slot] if slot >= 0 else None
-        rows = slice(*segments.seg_indptr_host[i : i + 2])
+        rows = slice(*segments.seg_indptr[i : i + 2])
         if weights is None:
             continue
         column = 0
@@ -94,11 +98,11 @@ def expected(y: Tensor, x: Tensor, group: LoraGroup, segments: Segments) -> Tens
 
 def check(add_lora: AddLora, group: LoraGroup, segments: Segments, like: Tensor) -> None:
     """Rows that get nothing hold NaN, before and after, as does all that surrounds the strided x and y."""
-    rows, width = segments.seg_indptr_host[-1], group.out_offsets[-1]
+    rows, width = segments.seg_indptr[-1], group.out_offsets[-1]
     base = torch.ones(rows, dtype=torch.bool, device=like.device)
-    for i, slot in enumerate(segments.lora_indices_host):
+    for i, slot in enumerate(segments.lora_indices):
         if slot >= 0 and group.slots[slot] is not None:
-            base[segments.seg_indptr_host[i] : segments.seg_indptr_host[i + 1]] = False
+            base[segments.seg_indptr[i] : segments.seg_indptr[i + 1]] = False
     canvas = like.new_full((rows + 2, width + 24), math.nan)
     x_canvas = like.new_full((rows + 2, group.in_features + 8), math.nan)
     y, x = canvas[1:-1, 16 : 16 + width], x_canvas[1:-1, 8:]

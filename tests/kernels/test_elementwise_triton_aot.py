@@ -1,70 +1,32 @@
 """The rotation's and the sampler's kernels compile for an A100 and an H100, without a GPU."""
 
-# ruff: noqa: E402 (what needs Triton is imported once it is known to be there)
-
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-triton = pytest.importorskip("triton", reason="Triton is not installed")
+from aot import A100_SHARED_MEMORY, NEEDS_COMPILER, Launch, compile_for
 from punica_batch_kernels.elementwise import triton_rope
 from punica_batch_kernels.elementwise.types import QKNorm
 from punica_batch_kernels.sampling import triton_backend
 from punica_batch_kernels.sampling.types import DrawParams
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
-TYPES = {
-    torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64",
-    torch.bool: "*i1", torch.int32: "*i32", torch.int64: "*i64",
-}  # fmt: skip
-A100_SHARED_MEMORY = 163 * 1024  # of one block, the smaller of the two
-PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
-
-pytestmark = [
-    pytest.mark.skipif(
-        not (PTXAS.exists() or "TRITON_PTXAS_PATH" in os.environ or shutil.which("ptxas")),
-        reason="needs ptxas, which assembles for the GPU",
-    ),
-    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"),
-]
-
-Launches = list[tuple[Any, tuple[Any, ...], dict[str, Any]]]
+pytestmark = NEEDS_COMPILER
 
 
 class Recorder:
     """Stands for a kernel and keeps what it was launched with."""
 
-    def __init__(self, kernel: Any, launches: Launches) -> None:
+    def __init__(self, kernel: Any, launches: list[Launch]) -> None:
         self.kernel, self.launches = kernel, launches
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return lambda *args, **kwargs: self.launches.append((self.kernel, args, kwargs))
 
 
-def compile_for(capability: int, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """As the just-in-time compiler would for this launch."""
-    fixed = {p.name for p in kernel.params if p.do_not_specialize}
-    signature, aligned = {}, {}
-    for i, (name, value) in enumerate(zip(kernel.arg_names, args, strict=False)):
-        other = "fp32" if isinstance(value, float) else "i32"
-        signature[name] = TYPES[value.dtype] if isinstance(value, torch.Tensor) else other
-        if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0 and name not in fixed):
-            aligned[(i,)] = [["tt.divisibility", 16]]
-    constants = {name: value for name, value in kwargs.items() if name != "num_warps"}
-    source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constants, aligned)
-    target = GPUTarget("cuda", capability, 32)
-    return triton.compile(source, target=target, options={"num_warps": kwargs["num_warps"]})
-
-
-def compile_all(launches: Launches, capability: int) -> list[str]:
+def compile_all(launches: list[Launch], capability: int) -> list[str]:
     compiled = [compile_for(capability, *launch) for launch in launches]
     assert all(c.metadata.shared <= A100_SHARED_MEMORY for c in compiled)
     texts = [c.asm["ptx"] for c in compiled]
@@ -75,7 +37,7 @@ def compile_all(launches: Launches, capability: int) -> list[str]:
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_sampling_compiles(dtype: torch.dtype, capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    launches: Launches = []
+    launches: list[Launch] = []
     for name in ("argmax_split_kernel", "argmax_join_kernel", "draw_kernel"):
         monkeypatch.setattr(triton_backend, name, Recorder(getattr(triton_backend, name), launches))
     logits = torch.zeros(4, 128_256, dtype=dtype)
@@ -91,7 +53,7 @@ def test_sampling_compiles(dtype: torch.dtype, capability: int, monkeypatch: pyt
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
 def test_rope_compiles(head_dim: int, dtype: torch.dtype, capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    launches: Launches = []
+    launches: list[Launch] = []
     monkeypatch.setattr(
         triton_rope, "rope_and_write_kv_kernel", Recorder(triton_rope.rope_and_write_kv_kernel, launches)
     )

@@ -28,7 +28,7 @@ def weights(widths: list[int], h_in: int, ranks: list[int], generator: torch.Gen
 
 def expected(y: Tensor, x: Tensor, group: LoraGroup, segments: Segments) -> Tensor:
     out = y.double()
-    spans = zip(pairwise(segments.seg_indptr_host), segments.lora_indices_host, strict=True)
+    spans = zip(pairwise(segments.seg_indptr), segments.lora_indices, strict=True)
     for (start, stop), slot in spans:
         adapter = group.slots[slot] if slot >= 0 else None
         if adapter is None:

@@ -4,26 +4,19 @@ TRITON_INTERPRET when it is imported); bit for bit.
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
 from math import inf, nan
 
 import pytest
 import torch
+from interpreter import INTERPRETED, run_in_interpreter
 from packing_cases import draw_moves, raw_data
 from punica_batch_kernels.packing import reference
 from punica_batch_kernels.packing.types import Move, build_work
 
-if os.environ.get("TRITON_INTERPRET") != "1":
+if not INTERPRETED:
 
-    @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
     def test_in_the_interpreter() -> None:
-        command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-q", "-x", __file__]
-        environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-        run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
+        run_in_interpreter(__file__)
 
 else:
     from punica_batch_kernels.packing import triton_backend

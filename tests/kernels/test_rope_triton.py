@@ -4,22 +4,14 @@ runs itself in a process of its own.
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+from interpreter import INTERPRETED, run_in_interpreter
 
-if os.environ.get("TRITON_INTERPRET") != "1":
+if not INTERPRETED:
 
-    @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
     def test_in_the_interpreter() -> None:
-        command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-q", "-x", __file__]
-        environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-        run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
+        run_in_interpreter(__file__)
 
 else:
     from punica_batch_kernels.elementwise.triton_rope import rope_and_write_kv

@@ -39,8 +39,7 @@ def test_the_order_of_a_step(
     monkeypatch.setattr(linear, "base_first", note("first"))
     monkeypatch.setattr(linear, "base_last", note("last"))
     tiles = (RowTiles.build([0, rows], [0], "cpu", 16),) if has_lora else ()
-    empty = torch.empty(0)
-    segments = Segments(empty, empty, (0, rows), (0 if has_lora else -1,), tiles)
+    segments = Segments((0, rows), (0 if has_lora else -1,), tiles)
 
     def add_base(y: Tensor, x: Tensor) -> None:
         raise AssertionError

@@ -33,11 +33,11 @@ def make_slot(ranks: tuple[int, ...], dtype: torch.dtype, generator: torch.Gener
 def expected(y: Tensor, x: Tensor, group: LoraGroup, segments: Segments) -> Tensor:
     """y with the adapters added, row by row and slice by slice in float64."""
     out = y.double().clone()
-    for i, slot in enumerate(segments.lora_indices_host):
+    for i, slot in enumerate(segments.lora_indices):
         weights = group.slots[slot] if slot >= 0 else None
         if weights is None:
             continue
-        for row in range(segments.seg_indptr_host[i], segments.seg_indptr_host[i + 1]):
+        for row in range(segments.seg_indptr[i], segments.seg_indptr[i + 1]):
             column = 0
             for j, b in enumerate(weights.b):
                 a = weights.a[column : column + weights.ranks[j]].double()
@@ -65,7 +65,7 @@ def segments_of(slots_and_rows: list[tuple[int, int]]) -> Segments:
 def test_all_ranks_mixed_with_base_rows(dtype: torch.dtype, tolerance: float, with_buffer: bool) -> None:
     group = make_group([(r, r, r) for r in RANKS], dtype)
     segments = segments_of([(-1, 3), *((s, 1 + s % 3) for s in range(len(RANKS))), (-1, 2), (0, 1)])
-    rows = segments.seg_indptr_host[-1]
+    rows = segments.seg_indptr[-1]
     x = torch.randn(rows, IN_FEATURES).to(dtype)
     y = torch.randn(rows, OUT_OFFSETS[-1]).to(dtype)
     want = expected(y, x, group, segments)
@@ -88,7 +88,7 @@ def test_any_segments_and_subsets(ranks: list[tuple[int, ...]], data: st.DataObj
     group = make_group(ranks, seed=seed)
     layout = data.draw(st.lists(st.tuples(st.integers(-1, len(ranks) - 1), st.integers(0, 4)), max_size=8))
     segments = segments_of(layout)
-    rows = segments.seg_indptr_host[-1]
+    rows = segments.seg_indptr[-1]
     x = torch.randn(rows, IN_FEATURES + 7)[:, 3 : 3 + IN_FEATURES]
     y = torch.randn(rows, OUT_OFFSETS[-1] + 5)[:, 5:]
     v = torch.full((rows, group.max_rank_sum + 4), math.nan)[:, : group.max_rank_sum + 1]
@@ -114,7 +114,7 @@ def test_any_segments_and_subsets(ranks: list[tuple[int, ...]], data: st.DataObj
 def test_popularities(layout: list[tuple[int, int]]) -> None:
     group = make_group([(16, 16, 16), (64, 0, 64), (3, 12, 1), (0, 128, 0)])
     segments = segments_of(layout)
-    rows = segments.seg_indptr_host[-1]
+    rows = segments.seg_indptr[-1]
     x, y = torch.randn(rows, IN_FEATURES), torch.randn(rows, OUT_OFFSETS[-1])
     want = expected(y, x, group, segments)
     reference.add_lora(y, x, group, segments)

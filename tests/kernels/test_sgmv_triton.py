@@ -4,18 +4,16 @@ products are wrong). Triton reads TRITON_INTERPRET when it is imported: the file
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import os
-import subprocess
-import sys
+from dataclasses import replace
 
 import pytest
 import torch
+from interpreter import INTERPRETED, run_in_interpreter
 from punica_batch_kernels.sgmv.slot_table import SlotTables
 from punica_batch_kernels.sgmv.tiles import GROUPED, PER_ROW, PREFILL, RowTiles
 from punica_batch_kernels.sgmv.types import LoraGroup, Segments
-from sgmv_cases import check, expected, make_group, make_segments, make_slot, popularity
+from sgmv_cases import check, expected, make_group, make_segments, make_slot, popularity, refill
 from torch import Tensor
 
 CPU = torch.device("cpu")
@@ -23,14 +21,10 @@ FAMILIES = (PER_ROW, GROUPED, PREFILL)
 DTYPES = (torch.float32, torch.float16)
 WIDTHS = (96, 40, 24)  # three slices of different widths, like grouped Q/K/V
 
-if os.environ.get("TRITON_INTERPRET") != "1":
+if not INTERPRETED:
 
-    @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
     def test_in_the_interpreter() -> None:
-        command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-q", "-x", __file__]
-        environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-        run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
+        run_in_interpreter(__file__)
 
 else:
     from punica_batch_kernels.sgmv import linear, triton_backend, triton_config
@@ -100,8 +94,8 @@ else:
                 tables.install(2)
             now = make_segments(layout, CPU, block_m)
             assert segments.tiles is not None
-            segments.tiles[0].refill(now.seg_indptr_host, now.lora_indices_host)
-            now = Segments(now.seg_indptr, now.lora_indices, now.seg_indptr_host, now.lora_indices_host, segments.tiles)
+            refill(segments.tiles[0], now.seg_indptr, now.lora_indices)
+            now = replace(now, tiles=segments.tiles)
             for group in groups:
                 check(triton_backend.add_lora, group, now, like)
 
@@ -135,7 +129,7 @@ else:
         before = y.clone()
         y.fill_(math.nan)
         triton_backend.sgmv_expand(y, v, group, segments, accumulate=False)
-        is_base = torch.tensor([slot < 0 for slot in segments.lora_indices_host])
+        is_base = torch.tensor([slot < 0 for slot in segments.lora_indices])
         is_base = is_base.repeat_interleave(torch.tensor(segments.lengths))
         assert torch.isnan(y[is_base]).all(), "base rows are in no tile"
         y += before
@@ -161,7 +155,7 @@ else:
             weights.a.mul_(0.05)
         layout = [(0, 9), (-1, 3 * with_base_rows), (1, 5), (2, 4), (1, 1)]
         segments = make_segments(layout, CPU)
-        x = torch.randn(segments.seg_indptr_host[-1], 72).to(dtype)
+        x = torch.randn(segments.seg_indptr[-1], 72).to(dtype)
         weight = torch.randn(sum(WIDTHS[:2]), 72) / 72**0.5
 
         def add_base(y: Tensor, x: Tensor) -> None:

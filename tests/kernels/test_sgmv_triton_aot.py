@@ -1,20 +1,14 @@
 """Every Triton SGMV kernel compiles for an A100 and an H100, and fits their shared memory; that needs no GPU."""
 
-# ruff: noqa: E402 (what needs Triton is imported once it is known to be there)
-
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Callable
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-triton = pytest.importorskip("triton", reason="Triton is not installed")
+from aot import A100_SHARED_MEMORY, NEEDS_COMPILER, Launch, compile_for
 from punica_batch_kernels.sgmv import triton_backend
 from punica_batch_kernels.sgmv.tiles import GROUPED, PER_ROW, PREFILL, RowTiles
 from punica_batch_kernels.sgmv.triton_config import Config, load_table
@@ -22,30 +16,8 @@ from punica_batch_kernels.sgmv.triton_expand import expand_kernel
 from punica_batch_kernels.sgmv.triton_shrink import shrink_kernel
 from punica_batch_kernels.sgmv.tuned import FOLDER
 from punica_batch_kernels.sgmv.types import LoraGroup, Segments, SlotTable
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
-POINTERS = {
-    torch.float16: "*fp16",
-    torch.bfloat16: "*bf16",
-    torch.float32: "*fp32",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-}
-OPTIONS = ("num_warps", "num_stages", "launch_pdl")
-A100_SHARED_MEMORY = 163 * 1024  # of one block, the smaller of the two
-PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
-
-pytestmark = [
-    pytest.mark.skipif(
-        not (PTXAS.exists() or "TRITON_PTXAS_PATH" in os.environ or shutil.which("ptxas")),
-        reason="needs ptxas, which assembles for the GPU",
-    ),
-    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"),
-]
-
-
-Launch = tuple[Any, tuple[Any, ...], dict[str, Any]]
+pytestmark = NEEDS_COMPILER
 
 
 def recorder(kernel: Any, launches: list[Launch]) -> Callable[..., None]:
@@ -55,21 +27,6 @@ def recorder(kernel: Any, launches: list[Launch]) -> Callable[..., None]:
         launches.append((kernel, (*tensors, *numbers), options()))
 
     return launch
-
-
-def compile_for(capability: int, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """As the just-in-time compiler would for this launch."""
-    fixed = {p.name for p in kernel.params if p.do_not_specialize or p.do_not_specialize_on_alignment}
-    signature, attributes = {}, {}
-    for i, (name, value) in enumerate(zip(kernel.arg_names, args, strict=False)):
-        signature[name] = POINTERS[value.dtype] if isinstance(value, torch.Tensor) else "i32"
-        if name not in fixed and (isinstance(value, torch.Tensor) or value % 16 == 0):
-            attributes[(i,)] = [["tt.divisibility", 16]]
-    constants = {name: value for name, value in kwargs.items() if name not in OPTIONS}
-    signature |= dict.fromkeys(constants, "constexpr")
-    options = {name: value for name, value in kwargs.items() if name in OPTIONS}
-    source = ASTSource(kernel, signature, constants, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 def launches_of(
@@ -83,7 +40,7 @@ def launches_of(
     monkeypatch.setattr(triton_backend, "has_pdl", lambda device: capability >= 90)
     assert group.table is not None
     tiles = RowTiles(torch.zeros(num_tiles, 4, dtype=torch.int32), block_m)
-    segments = Segments(torch.empty(0), torch.empty(0), (0,), (), (tiles,))
+    segments = Segments((0,), (), (tiles,))
     x = torch.empty(num_tiles, group.in_features, dtype=group.table.dtype)
     y = torch.empty(num_tiles, group.out_offsets[-1], dtype=group.table.dtype)
     triton_backend.add_lora(y, x, group, segments, config=config)

@@ -74,9 +74,9 @@ def test_what_the_add_on_must_move_and_compute() -> None:
 def test_segments_group_the_rows() -> None:
     segments, lengths = segments_of("uniform", 10, CPU)
     assert segments.lengths == tuple(lengths) == (3, 3, 2, 2)
-    assert segments.lora_indices_host == (0, 1, 2, 3)
+    assert segments.lora_indices == (0, 1, 2, 3)
     base, none = segments_of(None, 7, CPU)
-    assert (base.lengths, base.lora_indices_host, none) == ((7,), (-1,), [])
+    assert (base.lengths, base.lora_indices, none) == ((7,), (-1,), [])
 
 
 def test_other_tiles_only_where_kernels_have_any() -> None:

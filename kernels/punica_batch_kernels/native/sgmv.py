@@ -57,7 +57,7 @@ class NativeSgmv:
 def _descriptors(group: LoraGroup, segments: Segments) -> Any:
     """The address of each segment's weights (null: nothing to add); None when one needs the reference."""
     addresses: list[int | None] = []
-    for slot in segments.lora_indices_host:
+    for slot in segments.lora_indices:
         weights = group.slots[slot] if slot >= 0 else None
         if weights is None:
             addresses.append(None)
@@ -75,14 +75,14 @@ def _make_tasks(segments: Segments, group: LoraGroup) -> NDArray[np.int32]:
 
     The most work comes first, by this group's ranks, which tell well enough of the step's other groups'.
     """
-    slots = [group.slots[slot] if slot >= 0 else None for slot in segments.lora_indices_host]
+    slots = [group.slots[slot] if slot >= 0 else None for slot in segments.lora_indices]
     ranks = np.array([0 if weights is None else weights.a.shape[0] for weights in slots], np.int64)
-    lengths = np.array(segments.lengths, np.int64) * (np.array(segments.lora_indices_host) >= 0)
+    lengths = np.array(segments.lengths, np.int64) * (np.array(segments.lora_indices) >= 0)
     counts = -(-lengths // _TASK_ROWS)
     segment = np.repeat(np.arange(len(lengths)), counts)
     first = (np.arange(len(segment)) - np.repeat(np.cumsum(counts) - counts, counts)) * _TASK_ROWS
     rows = np.minimum(lengths[segment] - first, _TASK_ROWS)
-    starts = np.array(segments.seg_indptr_host[:-1], np.int64)
+    starts = np.array(segments.seg_indptr[:-1], np.int64)
     order = np.argsort(-rows * ranks[segment], kind="stable")
     return np.stack([segment, starts[segment] + first, rows], axis=1)[order].astype(np.int32)
 

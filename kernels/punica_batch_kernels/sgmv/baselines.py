@@ -55,4 +55,4 @@ class GatherBmm:
 
 def row_slots(segments: Segments) -> Tensor:
     """Each row's slot, int64 [T], on the CPU."""
-    return torch.tensor(segments.lora_indices_host).repeat_interleave(torch.tensor(segments.lengths))
+    return torch.tensor(segments.lora_indices).repeat_interleave(torch.tensor(segments.lengths))

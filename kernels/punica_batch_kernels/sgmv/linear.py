@@ -77,7 +77,7 @@ def base_last(add_base: AddBase, x: Tensor, group: LoraGroup, segments: Segments
     v = empty_v(x, group, segments)
     sgmv_shrink(v, x, group, segments)
     # rows with adapters are in one tile each and written there, whatever they held; base rows are in none
-    new = torch.zeros if -1 in segments.lora_indices_host else torch.empty
+    new = torch.zeros if -1 in segments.lora_indices else torch.empty
     y = new(x.shape[0], group.out_offsets[-1], dtype=x.dtype, device=x.device)
     sgmv_expand(y, v, group, segments, accumulate=False)
     add_base(y, x)

@@ -52,7 +52,7 @@ def add_lora(y: Tensor, x: Tensor, group: LoraGroup, segments: Segments, buffer:
 def _active(group: LoraGroup, segments: Segments) -> list[tuple[int, SlotWeights]]:
     """(segment, weights) of the segments that add anything here."""
     found = []
-    for i, slot in enumerate(segments.lora_indices_host):
+    for i, slot in enumerate(segments.lora_indices):
         weights = group.slots[slot] if slot >= 0 else None
         if weights is not None and segments.lengths[i]:
             found.append((i, weights))

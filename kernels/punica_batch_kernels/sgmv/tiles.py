@@ -19,7 +19,7 @@ PER_ROW, GROUPED, PREFILL = 1, 16, 64
 _LONG, _MIN_LONG_ROWS, _FEW = 32, 512, 16
 
 # What a tile, another row of an adapter that was just read for one, and another pair of launches in every layer cost,
-# in adapters read for a row of its own (measured on an H200 at rank 16).
+# in adapters read for a row of its own (estimated from an H200's times at rank 16).
 _TILE_COST, _REPEAT_COST, _LAUNCH_COST = 2.6, 0.7, 36
 
 IntSequence = Sequence[int] | NDArray[np.integer[Any]]
@@ -51,16 +51,6 @@ class RowTiles:
         Raises ``ValueError`` when ``num_tiles`` are too few.
         """
         return cls(torch.from_numpy(cut_tiles(seg_indptr, lora_indices, block_m, num_tiles)).to(device), block_m)
-
-    def refill(self, seg_indptr: IntSequence, lora_indices: IntSequence) -> None:
-        """The next step's segments into the same buffer, by a copy on the current stream that nothing waits for.
-
-        Raises ``ValueError`` when they need more tiles than the buffer has.
-        """
-        entries = torch.from_numpy(cut_tiles(seg_indptr, lora_indices, self.block_m, self.entries.shape[0]))
-        if self.entries.is_cuda:
-            entries = entries.pin_memory()  # from a cache that keeps the block until the copy has run
-        self.entries.copy_(entries, non_blocking=True)
 
 
 class Family(NamedTuple):

@@ -9,7 +9,7 @@ from functools import cache
 from punica_batch_kernels.sgmv.tiles import GROUPED, PER_ROW, PREFILL, tile_bucket
 from punica_batch_kernels.sgmv.tuned import TableKey, read_table
 
-# Programs of a shrink that keep an A100's or an H200's multiprocessors (108, 132) busy.
+# Programs of a shrink: multiples of an H200's 132 multiprocessors (never tried on an A100, with 108).
 _SHRINK_PROGRAMS = {PER_ROW: 1056, GROUPED: 264, PREFILL: 132}
 # Tiles that an expand has programs for. Where there is room for more, which few steps need, they take them in turn.
 MAX_EXPAND_TILES = {PER_ROW: 256, GROUPED: 32, PREFILL: 1 << 30}
@@ -76,7 +76,8 @@ def table_key(
 
 
 def rule(block_m: int, num_tiles: int, in_features: int, num_slices: int, max_rank: int, itemsize: int) -> Config:
-    """What was best on an H200 with a 7B model's shape at rank 16, by one formula for all shapes and ranks.
+    """One formula for all shapes and ranks, from what was best on an H200 with a 7B model's shape at rank 16; others
+    were not measured one by one.
 
     Where ``max_rank`` is above 16, an adapter may take several passes: their loads are then under way side by side.
     Blocks keep the size that low ranks want, as those of the highest would take registers from all.

@@ -1,4 +1,4 @@
-"""The tables of measured kernel configurations that the package ships, one JSON file a kind of device."""
+"""Tables of measured kernel configurations, one JSON file a kind of device; the package ships none yet."""
 
 from __future__ import annotations
 

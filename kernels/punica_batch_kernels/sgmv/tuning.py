@@ -187,8 +187,7 @@ class _Bench:
         self._y = torch.zeros(rows, offsets[-1], dtype=dtype, device="cuda")
         starts, slots_of = [0, *accumulate(lengths)], list(range(adapters))
         tiles = RowTiles.build(starts, slots_of, "cuda", case.block_m, case.num_tiles)
-        nothing = torch.empty(0, dtype=torch.int32)
-        self._segments = Segments(nothing, nothing, tuple(starts), tuple(slots_of), (tiles,))
+        self._segments = Segments.build(starts, slots_of, tiles=(tiles,))
         self._v: dict[int, Tensor] = {}
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 

@@ -12,6 +12,7 @@ side, one expand adds all their y. A slice's rank is the adapter's own for that 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -29,27 +30,24 @@ MAX_SLICES = 3
 class Segments:
     """A step's rows grouped by adapter; built once a step, used by every layer.
 
-    ``seg_indptr`` int32 [S + 1], rising from 0 to the number of rows; ``lora_indices`` int32 [S], slot or -1.
-    The ``_host`` tuples are the same numbers for backends that loop on the host. ``tiles`` are the work
-    lists, one a kernel family, of the backends that do not; ``build`` makes them for CUDA devices (elsewhere: None).
+    ``seg_indptr`` [S + 1], rising from 0 to the number of rows; ``lora_indices`` [S], slot or -1: for backends that
+    loop on the host. ``tiles`` are the work lists, one a kernel family, of those on CUDA devices (elsewhere: None).
     A step that replays a graph refills the tiles alone.
     """
 
-    seg_indptr: Tensor
-    lora_indices: Tensor
-    seg_indptr_host: tuple[int, ...]
-    lora_indices_host: tuple[int, ...]
+    seg_indptr: tuple[int, ...]
+    lora_indices: tuple[int, ...]
     tiles: tuple[RowTiles, ...] | None = None
 
     @classmethod
     def build(
         cls,
-        seg_indptr: list[int],
-        lora_indices: list[int],
+        seg_indptr: Sequence[int],
+        lora_indices: Sequence[int],
         device: torch.device | str = "cpu",
         tiles: tuple[RowTiles, ...] | None = None,
     ) -> Segments:
-        """``tiles``: those of these segments, where they are on the device already; then nothing is sent there.
+        """``tiles`` (None: made and sent to a CUDA ``device`` here): those of these segments.
 
         Raises ``ValueError`` unless starts rise from 0 and there is one slot a segment.
         """
@@ -57,24 +55,18 @@ class Segments:
             raise ValueError("seg_indptr needs one more entry than lora_indices and must begin with 0")
         if any(b < a for a, b in pairwise(seg_indptr)):
             raise ValueError("seg_indptr must not fall")
-        if tiles is not None:
-            device = "cpu"
-        return cls(
-            torch.tensor(seg_indptr, dtype=torch.int32, device=device),
-            torch.tensor(lora_indices, dtype=torch.int32, device=device),
-            tuple(seg_indptr),
-            tuple(lora_indices),
-            build_tiles(seg_indptr, lora_indices, device) if torch.device(device).type == "cuda" else tiles,
-        )
+        if tiles is None and torch.device(device).type == "cuda":
+            tiles = build_tiles(seg_indptr, lora_indices, device)
+        return cls(tuple(seg_indptr), tuple(lora_indices), tiles)
 
     @property
     def lengths(self) -> tuple[int, ...]:
         """Rows of each segment."""
-        return tuple(stop - start for start, stop in pairwise(self.seg_indptr_host))
+        return tuple(stop - start for start, stop in pairwise(self.seg_indptr))
 
     @property
     def has_lora(self) -> bool:
-        return any(slot >= 0 for slot in self.lora_indices_host)
+        return any(slot >= 0 for slot in self.lora_indices)
 
 
 @dataclass(slots=True)
