@@ -28,7 +28,7 @@ gpu-sanitize: $(VENV)/.dev  ## our own GPU kernels under compute-sanitizer, with
 	  $(BIN)/python -m pytest tests/gpu/test_sgmv_gpu.py tests/gpu/test_elementwise_gpu.py tests/gpu/test_sampler_gpu.py \
 	  -m gpu -k "every_rank or rope or greedy"
 
-gpu-bench: $(VENV)/.dev  ## every GPU benchmark in under 8 minutes, on a machine with an NVIDIA GPU
+gpu-bench: $(VENV)/.dev  ## what `bench all` measures, budgeted for 8 minutes, on a machine with an NVIDIA GPU
 	$(BIN)/punica-batch bench all --quick
 
 $(VENV)/.installed: pyproject.toml constraints.txt

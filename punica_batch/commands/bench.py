@@ -50,16 +50,21 @@ def _command(benches: Sequence[Bench], summary: str) -> Callable[..., int]:
         device: Device = "cuda",
         verbose: Verbose = False,
     ) -> int:
-        from punica_batch.bench.options import BenchOptions, default_results
-
-        options = BenchOptions(
-            model_shape=model_shape, dtype=cast("types.Dtype", dtype), rank=rank, quick=quick, device=device,
-            results=results or default_results(), seconds=math.inf if seconds is None else seconds,
-        )  # fmt: skip
-        return _run(benches, options)
+        return _run(benches, _options(model_shape, dtype, rank, quick, seconds, results, device))
 
     run.__doc__ = summary
     return run
+
+
+def _options(
+    model_shape: str, dtype: str, rank: int, quick: bool, seconds: float | None, results: Path | None, device: str
+) -> BenchOptions:
+    from punica_batch.bench.options import BenchOptions, default_results
+
+    return BenchOptions(
+        model_shape=model_shape, dtype=cast("types.Dtype", dtype), rank=rank, quick=quick, device=device,
+        results=results or default_results(), seconds=math.inf if seconds is None else seconds,
+    )  # fmt: skip
 
 
 def _run(benches: Sequence[Bench], options: BenchOptions) -> int:
@@ -110,15 +115,11 @@ def _engine(
     verbose: Verbose = False,
 ) -> int:
     """Throughput of the engine on whole loads, each beside its limit, and where the rest goes."""
-    from punica_batch.bench.options import BenchOptions, default_results
     from punica_batch.bench.runner import run_bench
     from punica_batch.bench.selection import Selection, parse_ranks
 
     parsed = parse_ranks(ranks)
-    options = BenchOptions(
-        model_shape=model_shape, dtype=cast("types.Dtype", dtype), rank=parsed[0][0], quick=quick, device=device,
-        results=results or default_results(), seconds=math.inf if seconds is None else seconds,
-    )  # fmt: skip
+    options = _options(model_shape, dtype, parsed[0][0], quick, seconds, results, device)
     selection = Selection.of(options).choose(
         loads=loads, caps=caps, adapters=adapters, ranks=parsed, batched_tokens=batched_tokens
     )
@@ -129,7 +130,9 @@ def _engine(
 for _bench in BENCHES:
     app.command(_bench.name)(_engine if _bench.name == "engine" else _command([_bench], _bench.summary))
 app.command("all")(
-    _command([b for b in BENCHES if b.in_all], "Those that take minutes; --quick: under 8 minutes in all on an H200.")
+    _command(
+        [b for b in BENCHES if b.in_all], "All but startup, scaling, tune; --quick: budgeted for 8 minutes on an H200."
+    )
 )
 
 

@@ -111,20 +111,26 @@ _NO = "no_"
 _CAN_BE_DENIED = ("apply_chat_template", "ignore_eos")
 
 _CONFIG_HELP = "Job file. Default: punica-batch.toml beside the input, else in the current folder."
-_CONFIG = Annotated[str | None, typer.Option("--config", help=_CONFIG_HELP, metavar="FILE", rich_help_panel=JOB)]
+_NAMED_CONFIG_HELP = "Job file. Default: none; a punica-batch.toml that is only there is not read."
 
 
-def takes_job_flags(fields: Iterable[str] | None = None) -> Callable[[Callable[..., int]], Callable[..., int]]:
+def takes_job_flags(
+    fields: Iterable[str] | None = None, *, search: bool = True
+) -> Callable[[Callable[..., int]], Callable[..., int]]:
     """Gives a command the job's flags (those of ``fields``, else all) and ``--config``.
 
-    The command's function declares its own parameters and ends with ``**job``, which receives what ``given`` reads.
+    ``search``: what the command calls ``load_config`` with, which ``--help`` tells of ``--config``. The command's
+    function declares its own parameters and ends with ``**job``, which receives what ``given`` reads.
     """
     chosen = [flag for flag in FLAGS if fields is None or flag.field in set(fields)]
 
     def decorate(function: Callable[..., int]) -> Callable[..., int]:
         signature = inspect.signature(function, eval_str=True)
         own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        added = [_parameter("config", _CONFIG), *(_parameter(flag.field, _annotation(flag)) for flag in chosen)]
+        added = [
+            _parameter("config", _config_option(search)),
+            *(_parameter(flag.field, _annotation(flag)) for flag in chosen),
+        ]
         added += [_parameter(_NO + flag.field, _negation(flag)) for flag in chosen if flag.field in _CAN_BE_DENIED]
         keyword = [p.replace(kind=p.KEYWORD_ONLY) for p in own]
         function.__signature__ = signature.replace(parameters=keyword + added)  # type: ignore[attr-defined]
@@ -162,6 +168,11 @@ def given(job: Mapping[str, Any]) -> dict[str, Any]:
             value = tuple(value)
         values[field] = value
     return values
+
+
+def _config_option(search: bool) -> Any:
+    text = _CONFIG_HELP if search else _NAMED_CONFIG_HELP
+    return Annotated[str | None, typer.Option("--config", help=text, metavar="FILE", rich_help_panel=JOB)]
 
 
 def _negation(flag: Flag) -> Any:

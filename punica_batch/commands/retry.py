@@ -17,7 +17,7 @@ _FIELDS = (
 )  # fmt: skip
 
 
-@takes_job_flags(_FIELDS)
+@takes_job_flags(_FIELDS, search=False)
 def retry(output: Output, json: Json = False, quiet: Quiet = False, verbose: Verbose = False, **job: Any) -> int:
     """Run the error rows of OUTPUT again, with repaired adapters if need be. All other rows stay as they are."""
     from punica_batch.planning.retry import retry_config

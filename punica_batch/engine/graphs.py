@@ -15,7 +15,7 @@ from torch import Tensor
 
 from punica_batch.scheduler.padding import StepShape
 
-# More than the steps of a job mostly have; what comes after runs as it is. A graph of a 7B model's step takes some MiB.
+# A bound on what graphs hold of the device: most jobs have fewer kinds of step. What comes after runs as it is.
 MAX_GRAPHS = 256
 
 Forward = Callable[[], Tensor]

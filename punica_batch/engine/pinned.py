@@ -15,8 +15,8 @@ _STEP = 1 << 20
 class PinnedBuffer:
     """One growing buffer of bytes; pinned where ``device`` is a GPU, plain memory elsewhere.
 
-    Allocated with huge pages and registered afterwards: faulting and locking 4 KiB pages one by one costs 50 times what
-    the copy from them does.
+    Allocated with huge pages and registered afterwards: faulting and locking 4 KiB pages one by one costs many times
+    what the copy from them does.
     """
 
     def __init__(self, device: torch.device) -> None:
