@@ -12,6 +12,7 @@ from punica_batch_kernels.sgmv.slot_table import SlotTables
 
 from punica_batch.adapters.digest import DigestCache
 from punica_batch.engine.lora_pack import PackedAdapter, adapter_loader, groups_of
+from punica_batch.engine.lora_store import LoraStore
 from punica_batch.engine.lora_upload import DeviceAdapter, DeviceLoader
 from punica_batch.engine.settings import EngineSettings
 from punica_batch.models.config import ModelConfig
@@ -51,6 +52,18 @@ class Device:
         self.memory = torch.full((room // dtype.itemsize,), torch.nan, dtype=dtype, device=device)
         self.load = DeviceLoader(self.settings, self.model, self.tables, self.memory, num_threads=2, digests=digests)
         self.load_by_host = adapter_loader(self.settings, self.model if device == "cpu" else LlamaModel(CONFIG, dtype))
+
+    def store(self, read_ahead: int) -> LoraStore:
+        """What loads into all of its slots."""
+        return LoraStore(
+            self.lora,
+            self.load,
+            max_loras=self.settings.max_loras,
+            read_ahead=read_ahead,
+            num_threads=2,
+            tables=self.tables,
+            arena=self.load.arena,
+        )
 
     def packed(self, adapter: DeviceAdapter) -> torch.Tensor:
         start = adapter.start // self.memory.itemsize

@@ -2,97 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import pickle
 import random
-import sys
-from collections.abc import Callable
-from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from letters import letters
-from punica_batch_kernels.sgmv.types import LoraGroup
+from engine_script import EOS, make, row, run, steps_ahead  # noqa: F401 (a fixture of all tests here)
 
-from punica_batch.engine.engine import Engine
 from punica_batch.engine.lora_pack import PackedAdapter
-from punica_batch.engine.lora_store import LoraStore
-from punica_batch.engine.model_runner import SampledTokens
-from punica_batch.engine.rows import Endings
 from punica_batch.engine.settings import EngineSettings
-from punica_batch.errors import AdapterError, JobError, StoreAway, UsageError
-from punica_batch.models.lora import ModelLora
-from punica_batch.scheduler.batch import BatchArrays
-from punica_batch.types import AdapterSpec, FinishReason, Request, RowResult, SamplingParams
-
-EOS = 9
-
-
-@pytest.fixture(autouse=True, params=[0, 1], ids=["at once", "a step ahead"])
-def steps_ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    ahead = int(request.param)
-    monkeypatch.setattr(sys.modules[__name__], "Engine", functools.partial(Engine, steps_ahead=ahead))
-    return ahead
-
-
-class ScriptedRunner:
-    """Row r's sample s gets the tokens of ``script(r, s)``, one by one; None stands for NaN logits."""
-
-    def __init__(self, script: Callable[[int, int], list[int | None]], slots: Callable[[str], int]) -> None:
-        self.script = script
-        self.slots = slots
-        self.batches: list[list[tuple[int, int]]] = []
-
-    def execute(self, arrays: BatchArrays) -> SampledTokens:
-        self.batches.append([(s.request.row, s.sample) for s in arrays.sequences])
-        for lora_id in arrays.segment_lora_ids:
-            assert lora_id is None or self.slots(lora_id) >= 0
-        # one more token than scripted: what is computed of a row before its end is known
-        tokens = [[*self.script(s.request.row, s.sample), 17][s.num_output_tokens] for s in arrays.sampled]
-        return SampledTokens([t or 0 for t in tokens], [t is not None for t in tokens], {})
-
-    def collect(self, step: SampledTokens) -> SampledTokens:
-        return step
-
-
-def make(
-    script: Callable[[int, int], list[int | None]] = lambda row, sample: [1] * 100,
-    load: Callable[[str], PackedAdapter] | None = None,
-    **options: Any,
-) -> Engine:
-    defaults = {
-        "num_blocks": 64, "block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 32, "max_model_len": 40,
-        "max_loras": 2, "adapters": {name: AdapterSpec(name, f"/adapters/{name}") for name in ("a", "b", "bad", "c")},
-    }  # fmt: skip
-    settings = EngineSettings(model="model", **defaults | options)
-    loras = settings.max_loras
-    model_lora = ModelLora([], LoraGroup(1, (0, 1), [None] * loras), [None] * loras)
-    store = LoraStore(model_lora, load or packed, max_loras=loras, read_ahead=settings.read_ahead)
-    endings = Endings(letters(), frozenset({EOS, 20}), settings.max_model_len)
-    return Engine(ScriptedRunner(script, store.slot), store, endings, settings)  # type: ignore[arg-type]
-
-
-def packed(lora_id: str) -> PackedAdapter:
-    if lora_id == "bad":
-        raise AdapterError("adapter 'bad': no such file")
-    return PackedAdapter(f"sha-{lora_id}", torch.zeros(0), (None,), None)
-
-
-def row(number: int, length: int = 3, lora_id: str | None = None, **sampling: Any) -> Request:
-    return Request(number, np.zeros(length, np.int32), lora_id, SamplingParams(**{"max_tokens": 5} | sampling))
-
-
-def run(engine: Engine, *requests: Request) -> dict[int, RowResult]:
-    for request in requests:
-        engine.add(request)
-    results: dict[int, RowResult] = {}
-    while engine.has_work:
-        for result in engine.step():
-            assert result.row not in results
-            results[result.row] = result
-        engine.check_integrity()
-    return results
+from punica_batch.errors import StoreAway, UsageError
+from punica_batch.types import FinishReason, Request
 
 
 def test_the_ways_to_end() -> None:
@@ -290,61 +209,3 @@ def test_settings_are_plain_and_checked() -> None:
         EngineSettings(model="m", num_blocks=0, max_model_len=8)
     with pytest.raises(UsageError, match="max_num_batched_tokens"):
         EngineSettings(model="m", num_blocks=4, max_model_len=8, max_num_seqs=64, max_num_batched_tokens=63)
-
-
-def test_a_step_that_does_not_fit_the_memory_is_halved_until_it_does() -> None:
-    engine = make(max_num_seqs=4, max_num_batched_tokens=32)
-    runner, sizes = engine.runner, list[int]()
-    execute = runner.execute
-
-    def limited(arrays: BatchArrays) -> Any:
-        sizes.append(arrays.num_tokens)
-        if arrays.num_tokens > 9:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return execute(arrays)
-
-    runner.execute = limited  # type: ignore[method-assign]
-    results = run(engine, *(row(i, length=10 + i) for i in range(3)))
-    assert [len(results[i].completions[0].token_ids) for i in range(3)] == [5, 5, 5]
-    assert sizes[:3] == [32, 16, 8]
-    assert max(sizes[3:]) <= 8
-
-
-def test_a_gpu_too_small_for_the_smallest_step_ends_the_job() -> None:
-    engine = make(max_num_seqs=4, max_num_batched_tokens=32)
-
-    def never(arrays: BatchArrays) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    engine.runner.execute = never  # type: ignore[method-assign]
-    with pytest.raises(JobError, match="a step of one sequence: free it, or lower --gpu-memory-utilization"):
-        run(engine, row(0, length=30), row(1))
-
-
-def test_a_gpu_too_small_for_the_batch_runs_half_of_it() -> None:
-    engine = make(max_num_seqs=4, max_num_batched_tokens=8)
-    runner, sizes = engine.runner, list[int]()
-    execute = runner.execute
-
-    def limited(arrays: BatchArrays) -> Any:
-        sizes.append(len(arrays.sequences))
-        if len(arrays.sequences) > 2:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return execute(arrays)
-
-    runner.execute = limited  # type: ignore[method-assign]
-    results = run(engine, *(row(i, length=1) for i in range(5)))
-    assert [results[i].completions[0].token_ids for i in range(5)] == [(1,) * 5] * 5
-    assert max(sizes[-8:]) == 2
-
-
-def test_a_row_that_comes_again_gets_nothing_of_the_step_under_way() -> None:
-    """It was dropped and given again while a step of its first time had not been collected."""
-    engine = make(lambda r, s: [1, 2, 3, 4, 5])
-    engine.add(row(0))
-    engine.add(row(1))
-    for _ in range(2):
-        engine.step()
-    engine.abort(0)
-    results = run(engine, row(0, max_tokens=2))
-    assert {i: r.completions[0].token_ids for i, r in results.items()} == {0: (1, 2), 1: (1, 2, 3, 4, 5)}
