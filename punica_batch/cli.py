@@ -5,6 +5,8 @@ Nothing slow is imported before a command runs, so that ``--help`` answers at on
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import sys
 import traceback
@@ -52,7 +54,13 @@ def _root(
 
 def main() -> NoReturn:
     """The console script."""
-    sys.exit(execute(sys.argv[1:]))
+    code = execute(sys.argv[1:])
+    # Nothing is left to do. Libraries' threads can abort a process that takes its time to end (pyarrow 26: one in some
+    # forty jobs on a busy machine), and a job that is done would seem to have failed.
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 def execute(arguments: Sequence[str]) -> int:

@@ -59,6 +59,7 @@ class DigestCache:
         self._entries = _read(self._path)
         self._new: dict[str, list[Any]] = {}
         self._lock = threading.Lock()
+        self._timer: threading.Timer | None = None
 
     def get(self, identity: str, stamp: FileStamp) -> str | None:
         with self._lock:
@@ -77,10 +78,10 @@ class DigestCache:
             count = len(self._new)
         if count >= _FLUSH_EVERY:
             self.flush()
-        elif count == 1:
-            timer = threading.Timer(_FLUSH_SECONDS, self.flush)
-            timer.daemon = True
-            timer.start()
+        elif self._timer is None or not self._timer.is_alive():
+            self._timer = threading.Timer(_FLUSH_SECONDS, self.flush)
+            self._timer.daemon = True
+            self._timer.start()
 
     def flush(self) -> None:
         """Writes what is new. A cache that cannot be written is left as it is."""
@@ -95,6 +96,10 @@ class DigestCache:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+        # a thread that wakes up while the interpreter ends can take the process down with it
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer.join()
         self.flush()
 
 

@@ -65,7 +65,8 @@ class HeartbeatProgress:
         self._write_lock = threading.Lock()
         self._closed = threading.Event()
         self._interval = interval
-        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        self._thread.start()
 
     def note(self, line: str) -> None:
         self._write(line)
@@ -78,6 +79,7 @@ class HeartbeatProgress:
     def close(self) -> None:
         if not self._closed.is_set():
             self._closed.set()
+            self._thread.join()  # not to wake up while the interpreter ends
             if self._snapshot is not None and heartbeat_line(self._snapshot) != self._last:
                 self._write(heartbeat_line(self._snapshot))
 

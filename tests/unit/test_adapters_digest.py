@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -186,3 +187,12 @@ def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/me")
     assert cache_folder() == Path("/home/me/.cache/punica-batch")
+
+
+def test_a_closed_cache_leaves_no_thread_behind(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    with DigestCache(tmp_path) as cache:
+        cache.put("somewhere", FileStamp(3, "1", 5, 1), "a" * 64)
+        assert set(threading.enumerate()) - before
+    assert set(threading.enumerate()) == before
+    assert DigestCache(tmp_path).get("somewhere", FileStamp(3, "1", 5, 1)) == "a" * 64
