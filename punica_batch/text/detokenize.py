@@ -7,10 +7,9 @@ so far, so the stream never ends a row whose text holds no stop string, nor runs
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Sequence
 
-from punica_batch.text.pieces import REPLACEMENT, incomplete_tail
+from punica_batch.text.pieces import REPLACEMENT, decode_finished, incomplete_tail
 from punica_batch.text.tokenizer import Tokenizer
 
 
@@ -60,7 +59,7 @@ class StopStream:
     def _push_bytes(self, token_id: int, piece: bytes | str | int) -> bool:
         assert isinstance(piece, bytes)
         data = self._pending + piece
-        new, used = codecs.utf_8_decode(data, "replace", False)
+        new, used = decode_finished(data, "replace")
         self._pending = data[used:]
         return self._extend(new)
 
@@ -84,7 +83,7 @@ class StopStream:
         if self._run_is_valid:
             data = self._pending + self._run[-1:]
             try:
-                new, used = codecs.utf_8_decode(data, "strict", False)
+                new, used = decode_finished(data, "strict")
             except UnicodeDecodeError:
                 return self._spoil_run()
             self._pending = data[used:]

@@ -36,7 +36,17 @@ _ALPHABET = _byte_level_alphabet()
 def incomplete_tail(data: bytes) -> int:
     """How many bytes (0 to 3) at the end of ``data`` begin a UTF-8 character that they do not finish."""
     tail = data[-3:]
-    return len(tail) - codecs.utf_8_decode(tail, "replace", False)[1]
+    return len(tail) - decode_finished(tail, "replace")[1]
+
+
+def decode_finished(data: bytes, errors: str) -> tuple[str, int]:
+    """``codecs.utf_8_decode`` up to a character that is not finished: the text, and of how many bytes it is.
+
+    Python also waits after the first two bytes of a surrogate, which no third can make a character.
+    """
+    text, used = codecs.utf_8_decode(data, errors, False)
+    is_surrogate = data[used : used + 1] == b"\xed" and data[used + 1 : used + 2] >= b"\xa0"
+    return codecs.utf_8_decode(data, errors, True) if is_surrogate else (text, used)
 
 
 def is_byte_level(decoder: dict[str, Any] | None) -> bool:
