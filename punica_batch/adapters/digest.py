@@ -1,4 +1,7 @@
-"""Content digests of adapter files, remembered between runs.
+"""Content digests of adapter files, and those of weights remembered between runs.
+
+Weights are digested by BLAKE3 (https://github.com/BLAKE3-team/BLAKE3-specs) on the caller's thread alone, as many are
+at once, and without the interpreter's lock; all that is small by SHA-256.
 
 The cache is one JSON file in ``PUNICA_BATCH_CACHE`` (default: ``punica-batch`` in the user's cache folder). It is
 bounded, replaced whole by rename, merged with what other processes wrote, and only a convenience: whatever cannot be
@@ -19,12 +22,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from blake3 import blake3
+
 from punica_batch.adapters.store import CHUNK_BYTES, FileStamp, Folder
 
 MAX_ENTRIES = 10_000
 _FLUSH_EVERY = 500
 _FLUSH_SECONDS = 5.0  # after the first new entry: a worker is not asked before it ends
 _MAX_CACHE_BYTES = 16 << 20
+_ALGORITHM = "blake3"  # names the entries in the file; those of another one are neither read nor kept
 # A file written so recently could be written again within the clock's tick: size and time would not tell.
 _SETTLE_SECONDS = 2.0
 
@@ -45,14 +51,14 @@ def cache_folder() -> Path:
     return home / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "punica-batch"
 
 
-def combine(config_sha256: str, weights_sha256: str) -> str:
+def combine(config_sha256: str, weights_blake3: str) -> str:
     """An adapter's digest: SHA-256 over its config's and its weights' digests (32 raw bytes each), in hex."""
-    return hashlib.sha256(bytes.fromhex(config_sha256) + bytes.fromhex(weights_sha256)).hexdigest()
+    return hashlib.sha256(bytes.fromhex(config_sha256) + bytes.fromhex(weights_blake3)).hexdigest()
 
 
 class DigestCache:
-    """File identity and stamp → SHA-256. Usable from several threads. Written now and then, and at the end of
-    ``with``."""
+    """File identity and stamp → BLAKE3 (64 hex digits). Usable from several threads. Written now and then, and at the
+    end of ``with``."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self._path = (folder or cache_folder()) / "digests.json"
@@ -66,11 +72,11 @@ class DigestCache:
             entry = self._entries.get(_key(identity))
         return str(entry[-1]) if entry is not None and entry[:-1] == _stamp_fields(stamp) else None
 
-    def put(self, identity: str, stamp: FileStamp, sha256: str) -> None:
+    def put(self, identity: str, stamp: FileStamp, digest: str) -> None:
         changed_ns = stamp.changed_ns
         if stamp.version is None or (changed_ns is not None and time.time() - changed_ns / 1e9 < _SETTLE_SECONDS):
             return
-        key, entry = _key(identity), [*_stamp_fields(stamp), sha256]
+        key, entry = _key(identity), [*_stamp_fields(stamp), digest]
         with self._lock:
             if self._entries.get(key) == entry:
                 return
@@ -104,14 +110,14 @@ class DigestCache:
 
 
 def file_digest(folder: Folder, name: str, stamp: FileStamp, cache: DigestCache | None) -> str | None:
-    """SHA-256 (hex) of a file that had ``stamp``; None if it has changed since."""
+    """BLAKE3 (hex) of a file that had ``stamp``; None if it has changed since."""
     identity = folder.identity(name)
     known = cache.get(identity, stamp) if cache is not None else None
     if cache is not None and known is not None:
         now = folder.stamp(name)
         if now is not None and cache.get(identity, now) == known:
             return known
-    digest, scratch = hashlib.sha256(), memoryview(bytearray(min(CHUNK_BYTES, max(stamp.size, 1))))
+    digest, scratch = blake3(), memoryview(bytearray(min(CHUNK_BYTES, max(stamp.size, 1))))
     count = folder.stream(name, stamp.size, lambda _, length: scratch[:length], digest.update)
     if count != stamp.size or folder.stamp(name) != stamp:
         return None
@@ -135,7 +141,7 @@ def _read(path: Path) -> dict[str, list[Any]]:
         raw = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
         return {}
-    entries = raw.get("sha256") if isinstance(raw, dict) else None
+    entries = raw.get(_ALGORITHM) if isinstance(raw, dict) else None
     if not isinstance(entries, dict):
         return {}
     return {key: entry for key, entry in entries.items() if _is_entry(entry)}
@@ -144,8 +150,8 @@ def _read(path: Path) -> dict[str, list[Any]]:
 def _is_entry(entry: Any) -> bool:
     if not isinstance(entry, list) or len(entry) != 5:
         return False
-    sha256 = entry[-1]
-    return isinstance(sha256, str) and len(sha256) == 64 and all(c in "0123456789abcdef" for c in sha256)
+    digest = entry[-1]
+    return isinstance(digest, str) and len(digest) == 64 and all(c in "0123456789abcdef" for c in digest)
 
 
 def _write(path: Path, new: dict[str, list[Any]]) -> None:
@@ -159,7 +165,7 @@ def _write(path: Path, new: dict[str, list[Any]]) -> None:
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
     try:
         with os.fdopen(handle, "w") as file:
-            file.write(json.dumps({"sha256": kept}))  # not dump, which is slow and keeps the interpreter
+            file.write(json.dumps({_ALGORITHM: kept}))  # not dump, which is slow and keeps the interpreter
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from blake3 import blake3
+
 from punica_batch.adapters.digest import DigestCache, combine
 from punica_batch.adapters.header import PREFIX_BYTES
 from punica_batch.adapters.peft import WEIGHTS_NAME, files_changed, read_config, weights_stamp
@@ -50,11 +52,11 @@ class RawAdapter:
         """The adapter's digest, of the bytes that were read, ``after`` which the file had that stamp; ``digests`` may
         know it, and learn it."""
         if digests is None or after.changed_ns != self.stamp.changed_ns:
-            return combine(self.config_sha256, hashlib.sha256(memory).hexdigest())
+            return combine(self.config_sha256, blake3(memory).hexdigest())
         identity = self.folder.identity(WEIGHTS_NAME)
         weights = digests.get(identity, after)
         if weights is None:
-            weights = hashlib.sha256(memory).hexdigest()
+            weights = blake3(memory).hexdigest()
             digests.put(identity, after, weights)
         return combine(self.config_sha256, weights)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from blake3 import blake3
 from numpy.typing import NDArray
 
 from punica_batch.adapters.digest import DigestCache, combine, file_digest
@@ -55,7 +56,7 @@ def load_adapter(
     """
     folder = files.folder
     buffer = np.empty(files.nbytes, np.uint8)
-    view, digest = buffer.data, hashlib.sha256()
+    view, digest = buffer.data, blake3()
     count = folder.stream(WEIGHTS_NAME, files.nbytes, lambda at, length: view[at : at + length], digest.update)
     head = hashlib.sha256(view[: files.header_bytes]).hexdigest()
     if (
@@ -65,9 +66,9 @@ def load_adapter(
         or hashlib.sha256(read_config(files.spec, folder)).hexdigest() != files.config_sha256
     ):
         raise files_changed(files.spec)
-    weights_sha256 = digest.hexdigest()
+    weights_blake3 = digest.hexdigest()
     if cache is not None:
-        cache.put(folder.identity(WEIGHTS_NAME), files.weights_stamp, weights_sha256)
+        cache.put(folder.identity(WEIGHTS_NAME), files.weights_stamp, weights_blake3)
     data = buffer[files.header_bytes :]
     copies = base_copies(files)
     modules = {
@@ -77,7 +78,7 @@ def load_adapter(
     if copies:  # views would keep the copies' bytes, often many times the adapter's, alive
         modules = {module: LoraTensors(t.a.copy(), t.b.copy(), t.scale) for module, t in modules.items()}
     base_layers = {module: _decode(data, files.header[name]) for module, name in copies.items()}
-    return LoadedAdapter(files.spec.name, combine(files.config_sha256, weights_sha256), modules, base_layers)
+    return LoadedAdapter(files.spec.name, combine(files.config_sha256, weights_blake3), modules, base_layers)
 
 
 def check_base_layers(adapter: LoadedAdapter, base_weight: Callable[[str], Array], *, rtol: float = 0.0) -> None:
@@ -96,7 +97,7 @@ def check_base_layers(adapter: LoadedAdapter, base_weight: Callable[[str], Array
 
 
 def adapter_digest(files: AdapterFiles, cache: DigestCache | None = None) -> str:
-    """SHA-256 (hex) over the digests of config and weights; reads the weights unless ``cache`` knows them."""
+    """The adapter's digest, as ``combine`` makes it; reads the weights unless ``cache`` knows them."""
     weights = file_digest(files.folder, WEIGHTS_NAME, files.weights_stamp, cache)
     if weights is None:
         raise files_changed(files.spec)

@@ -20,7 +20,7 @@ from punica_batch.data.source import Source
 from punica_batch.errors import BindingError
 from punica_batch.types import JsonDict
 
-FORMAT = 1
+FORMAT = 2  # 1: with SHA-256 of adapters' weights, not BLAKE3
 _SHOWN_CHARACTERS = 60
 # What is bound by content, whichever flag it comes from.
 _NAMES = {"model_sha256": "the model", "tokenizer_sha256": "the tokenizer", "chat_template": "the chat template"}
@@ -68,7 +68,7 @@ class Plan:
             if values["format"] != FORMAT:
                 raise BindingError(
                     f"{where} has format {values['format']}, this version writes {FORMAT}: "
-                    "finish it with the version that began it, or start over with --overwrite"
+                    "go on with the version that wrote it, or start over with --overwrite"
                 )
             return cls(**values)
         except (ValueError, KeyError, TypeError) as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import subprocess
@@ -12,13 +11,14 @@ import time
 from pathlib import Path
 
 import pytest
+from blake3 import blake3
 
 from punica_batch.adapters import digest
 from punica_batch.adapters.digest import DigestCache, cache_folder, file_digest
 from punica_batch.adapters.store import FileStamp, Folder
 
 STAMP = FileStamp(size=3, version="1", inode=7, changed_ns=1_000_000_000)
-SHA = [hashlib.sha256(bytes([i])).hexdigest() for i in range(40)]
+DIGESTS = [blake3(bytes([i])).hexdigest() for i in range(40)]
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_a_file_is_read_once_until_it_changes(counted: tuple[Folder, list[str]],
     path = tmp_path / "weights"
     for _ in range(2):
         with DigestCache(tmp_path / "cache") as cache:
-            assert digest_of(folder, cache) == hashlib.sha256(path.read_bytes()).hexdigest()
+            assert digest_of(folder, cache) == blake3(path.read_bytes()).hexdigest()
     assert len(reads) == 1
     for change in (
         lambda: (path.write_bytes(b"xyz" * 1000), os.utime(path, (2, 2))),  # time
@@ -53,9 +53,34 @@ def test_a_file_is_read_once_until_it_changes(counted: tuple[Folder, list[str]],
         time.sleep(0.02)  # more than a tick of the file system's clock
         change()
         with DigestCache(tmp_path / "cache") as cache:
-            assert digest_of(folder, cache) == hashlib.sha256(path.read_bytes()).hexdigest()
+            assert digest_of(folder, cache) == blake3(path.read_bytes()).hexdigest()
     assert len(reads) == 5
-    assert digest_of(folder, None) == hashlib.sha256(b"xyz").hexdigest()
+    assert digest_of(folder, None) == blake3(b"xyz").hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        (0, "af1349b9f5f9a1a6a0404dea36dcc9499bcb25c9adc112b7cc9a93cae41f3262"),
+        (1024, "42214739f095a406f3fc83deb889744ac00df831c10daa55189b5d121c855af7"),
+        (1025, "d00278ae47eb27b34faecf67b4fe263f82d5412916c1ffd97c8cb7fb814b8444"),
+        (102400, "bc3e3d41a1146b069abffad3c0d44860cf664390afce4d9661f7902e7943e085"),
+    ],
+)
+def test_the_algorithms_own_vectors(tmp_path: Path, size: int, expected: str) -> None:
+    """Of https://github.com/BLAKE3-team/BLAKE3/blob/master/test_vectors/test_vectors.json: bytes 0 to 250, repeated."""
+    (tmp_path / "weights").write_bytes((bytes(range(251)) * (size // 251 + 1))[:size])
+    assert digest_of(Folder(str(tmp_path)), None) == expected
+
+
+def test_entries_of_another_algorithm_are_neither_read_nor_kept(tmp_path: Path) -> None:
+    """Those that earlier versions wrote: SHA-256, in the same form."""
+    path, key, stamp = tmp_path / "digests.json", digest._key("a"), [3, "1", 7, 1_000_000_000]
+    path.write_text(json.dumps({"sha256": {key: [*stamp, DIGESTS[1]], "other": [*stamp, DIGESTS[2]]}}))
+    with DigestCache(tmp_path) as cache:
+        assert cache.get("a", STAMP) is None
+        cache.put("a", STAMP, DIGESTS[0])
+    assert json.loads(path.read_text()) == {"blake3": {key: [*stamp, DIGESTS[0]]}}
 
 
 def test_a_symlinks_target_counts(counted: tuple[Folder, list[str]], tmp_path: Path) -> None:
@@ -67,7 +92,7 @@ def test_a_symlinks_target_counts(counted: tuple[Folder, list[str]], tmp_path: P
         digest_of(folder, cache)
         (tmp_path / "weights").write_bytes(b"xyz" * 1000)
         os.utime(tmp_path / "weights", (2, 2))
-        assert digest_of(folder, cache) == hashlib.sha256(b"xyz" * 1000).hexdigest()
+        assert digest_of(folder, cache) == blake3(b"xyz" * 1000).hexdigest()
     assert len(reads) == 2
 
 
@@ -86,7 +111,7 @@ def test_a_file_just_written_is_not_remembered(
 
 def test_a_store_without_versions_is_not_remembered(tmp_path: Path) -> None:
     cache = DigestCache(tmp_path)
-    cache.put("x", FileStamp(3, None), SHA[0])
+    cache.put("x", FileStamp(3, None), DIGESTS[0])
     assert cache.get("x", FileStamp(3, None)) is None
 
 
@@ -95,7 +120,7 @@ def test_the_cache_is_bounded_and_keeps_the_newest(tmp_path: Path, monkeypatch: 
     for start in (0, 20):
         with DigestCache(tmp_path) as cache:
             for i in range(start, start + 20):
-                cache.put(f"file{i}", STAMP, SHA[i])
+                cache.put(f"file{i}", STAMP, DIGESTS[i])
     again = DigestCache(tmp_path)
     assert [i for i in range(40) if again.get(f"file{i}", STAMP)] == list(range(30, 40))
     assert [path.name for path in tmp_path.iterdir()] == ["digests.json"]
@@ -107,7 +132,7 @@ def test_many_entries_are_written_now_and_then_not_each(tmp_path: Path, monkeypa
     monkeypatch.setattr(digest, "_write", lambda path, new: (writes.append(len(new)), real(path, new)))
     with DigestCache(tmp_path) as cache:
         for i in range(1200):
-            cache.put(f"file{i}", STAMP, SHA[i % 40])
+            cache.put(f"file{i}", STAMP, DIGESTS[i % 40])
     assert writes == [500, 500, 200]
 
 
@@ -115,20 +140,20 @@ def test_a_few_entries_are_written_soon_without_being_asked(tmp_path: Path, monk
     monkeypatch.setattr(digest, "_FLUSH_SECONDS", 0.01)
     cache = DigestCache(tmp_path)
     for i in range(3):
-        cache.put(f"file{i}", STAMP, SHA[i])
-        while DigestCache(tmp_path).get(f"file{i}", STAMP) != SHA[i]:
+        cache.put(f"file{i}", STAMP, DIGESTS[i])
+        while DigestCache(tmp_path).get(f"file{i}", STAMP) != DIGESTS[i]:
             time.sleep(0.005)
 
 
 def test_other_processes_entries_are_kept(tmp_path: Path) -> None:
     """Both opened the same empty cache; the second writer merges."""
     one, two = DigestCache(tmp_path), DigestCache(tmp_path)
-    one.put("a", STAMP, SHA[1])
-    two.put("b", STAMP, SHA[2])
+    one.put("a", STAMP, DIGESTS[1])
+    two.put("b", STAMP, DIGESTS[2])
     one.flush()
     two.flush()
     merged = DigestCache(tmp_path)
-    assert (merged.get("a", STAMP), merged.get("b", STAMP)) == (SHA[1], SHA[2])
+    assert (merged.get("a", STAMP), merged.get("b", STAMP)) == (DIGESTS[1], DIGESTS[2])
 
 
 def test_processes_writing_at_once_never_leave_a_broken_file(tmp_path: Path) -> None:
@@ -151,8 +176,8 @@ def test_processes_writing_at_once_never_leave_a_broken_file(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "content",
     [
-        b"", b"{", b"[]", b'{"sha256": []}', b"\xff", b"[" * 100_000, b'{"sha256": {"k": [3, "1", 7]}}',
-        b'{"sha256": {"KEY": [3, "1", 7, 1000000000, "../../etc"]}}', b'{"sha256": {"KEY": {"a": 1}}}',
+        b"", b"{", b"[]", b'{"blake3": []}', b"\xff", b"[" * 100_000, b'{"blake3": {"k": [3, "1", 7]}}',
+        b'{"blake3": {"KEY": [3, "1", 7, 1000000000, "../../etc"]}}', b'{"blake3": {"KEY": {"a": 1}}}',
     ],
 )  # fmt: skip
 def test_an_unreadable_cache_is_ignored_and_replaced(tmp_path: Path, content: bytes) -> None:
@@ -160,20 +185,20 @@ def test_an_unreadable_cache_is_ignored_and_replaced(tmp_path: Path, content: by
     (tmp_path / "digests.json").write_bytes(content.replace(b"KEY", key))
     with DigestCache(tmp_path) as cache:
         assert cache.get("a", STAMP) is None
-        cache.put("a", STAMP, SHA[0])
-    assert DigestCache(tmp_path).get("a", STAMP) == SHA[0]
+        cache.put("a", STAMP, DIGESTS[0])
+    assert DigestCache(tmp_path).get("a", STAMP) == DIGESTS[0]
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with DigestCache(tmp_path / "file" / "cache") as cache:
-        cache.put("a", STAMP, SHA[0])
-        assert cache.get("a", STAMP) == SHA[0]
+        cache.put("a", STAMP, DIGESTS[0])
+        assert cache.get("a", STAMP) == DIGESTS[0]
 
 
 def test_no_path_or_url_is_stored(tmp_path: Path) -> None:
     with DigestCache(tmp_path) as cache:
-        cache.put("s3://key:SECRET@bucket/a", STAMP, SHA[0])
+        cache.put("s3://key:SECRET@bucket/a", STAMP, DIGESTS[0])
     assert b"SECRET" not in (tmp_path / "digests.json").read_bytes()
 
 

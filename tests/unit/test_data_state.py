@@ -251,6 +251,24 @@ def test_damaged_state_is_refused_until_overwritten(config: JobConfig, name: str
     check_output(config)
 
 
+@pytest.mark.parametrize("stop_after", [40, None])
+def test_what_another_version_wrote_is_refused_until_overwritten(config: JobConfig, stop_after: int | None) -> None:
+    """Of format 1, whose adapters' digests no longer agree: said once, and not adapter by adapter."""
+    data_job.run(config, stop_after=stop_after)
+    plan = Path(config.output + (".punica" if config.output.endswith("parquet") else "_punica")) / "plan.json"
+    written = json.loads(plan.read_text())
+    assert written["format"] == 2
+    plan.write_text(json.dumps({**written, "format": 1}))
+    with pytest.raises(BindingError) as refused:
+        data_job.run(config)
+    assert str(refused.value) == (
+        f"{plan} has format 1, this version writes 2: go on with the version that wrote it, "
+        "or start over with --overwrite"
+    )
+    assert data_job.run(update(config, overwrite=True))["finished"]
+    check_output(config)
+
+
 @pytest.mark.parametrize("name", ["mine.parquet", "part-1.parquet", "sub/part-00000.parquet", "more.pq"])
 def test_a_folder_with_foreign_parquet_files_is_no_output(tmp_path: Path, name: str) -> None:
     path = write(numbered(0, 100), tmp_path / "in.parquet")
