@@ -7,7 +7,8 @@ The reference is greedy decoding in float32. A row may part from it only at a ne
 logit of our token is behind the best by no more than half precision can shift, four times the error that Hugging Face
 itself makes there in the job's precision. Counted are the rows that are equal and those that part at near-ties; one
 that parts elsewhere is a failure and ends the script with exit code 1. EOS ends no row, so that all have ``--new``
-tokens to part in. Rows are taken from the start of each file in turn.
+tokens to part in. Rows are taken from the start of each file in turn. Where they name another folder's adapters, they
+get this one's in turn.
 """
 
 from __future__ import annotations
@@ -133,14 +134,17 @@ def partings(
     return found
 
 
-def read_rows(files: list[Path], count: int, templates: dict[str, str]) -> list[Row]:
+def read_rows(files: list[Path], count: int, names: list[str], templates: dict[str, str]) -> list[Row]:
+    """Rows that name adapters there are none of get those there are in turn, and some of them none."""
+    turn = [*names, None]
     tables = [pq.read_table(file, columns=["prompt", "lora_id"]).to_pylist() for file in files]
     each = -(-count // len(tables))
     found = [row for table in tables for row in table[:each]][:count]
-    return [
-        Row(row["prompt"], templates.get(row["lora_id"], "{prompt}").replace("{prompt}", row["prompt"]), row["lora_id"])
-        for row in found
-    ]
+    rows = []
+    for i, row in enumerate(found):
+        prompt, lora_id = row["prompt"], row["lora_id"] if row["lora_id"] in turn else turn[i % len(turn)]
+        rows.append(Row(prompt, templates.get(lora_id or "", "{prompt}").replace("{prompt}", prompt), lora_id))
+    return rows
 
 
 def read_adapters(path: Path) -> tuple[dict[str, Path], dict[str, str]]:
@@ -173,7 +177,7 @@ def run_ours(rows: list[Row], options: argparse.Namespace) -> list[list[int]]:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     folders, templates = read_adapters(options.adapters)
-    rows = read_rows(options.rows, options.count, templates)
+    rows = read_rows(options.rows, options.count, list(folders), templates)
     folders = {name: folder for name, folder in folders.items() if any(row.lora_id == name for row in rows)}
     ours = run_ours(rows, options)
     exact = Reference(options.model, folders, torch.float32, options.device)

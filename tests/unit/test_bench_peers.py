@@ -132,9 +132,16 @@ def test_a_row_parts_at_its_first_other_token(tie_rate: ModuleType) -> None:
 def test_the_sample_gives_rows_of_every_adapter(tie_rate: ModuleType) -> None:
     folders, templates = tie_rate.read_adapters(tie_rate.SAMPLE / "adapters.toml")
     files = [tie_rate.SAMPLE / "requests.parquet", tie_rate.SAMPLE / "heldout.parquet"]
-    rows = tie_rate.read_rows(files, 512, templates)
+    rows = tie_rate.read_rows(files, 512, list(folders), templates)
     assert len(rows) == 512
     assert {row.lora_id for row in rows} == {None, *folders}
     assert all((folder / "adapter_config.json").is_file() for folder in folders.values())
     for row in rows:
         assert row.text == (row.prompt if row.lora_id is None else f"### Message\n{row.prompt}\n### Answer\n")
+
+
+def test_rows_that_name_other_adapters_get_those_there_are_in_turn(tie_rate: ModuleType) -> None:
+    files = [tie_rate.SAMPLE / "heldout.parquet"]
+    rows = tie_rate.read_rows(files, 64, ["a", "b"], {"b": "<{prompt}>"})
+    assert {row.lora_id for row in rows} == {None, "a", "b"}
+    assert all(row.text == (f"<{row.prompt}>" if row.lora_id == "b" else row.prompt) for row in rows)
