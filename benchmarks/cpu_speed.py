@@ -190,10 +190,11 @@ def _where_time_goes(engine: Engine, args: argparse.Namespace, rows: list[dict[s
     parts = {
         "attention": ("plan_attention", "paged_attention"),
         "adapters": ("add_lora",),
-        "norms, RoPE, KV writes, activation": ("rms_norm", "add_rms_norm", "rope_and_write_kv", "silu_and_mul"),
+        "norms, RoPE, KV writes, activation": ("rms_norm", "rope_and_write_kv", "silu_and_mul"),
     }
     kernels = replace(own, **{name: timed(part, getattr(own, name)) for part, names in parts.items() for name in names})
-    with _patched(Linear, "apply", timed("base products", Linear.apply)):
+    apply, add_to = (timed("base products", way) for way in (Linear.apply, Linear.add_to))
+    with _patched(Linear, "apply", apply), _patched(Linear, "add_to", add_to):
         for layer in (model, *model.layers):
             layer.kernels = kernels
         execute, collect = runner.execute, runner.collect

@@ -19,20 +19,19 @@ from punica_batch_kernels.elementwise.flashinfer_backend import FlashInferElemen
 from punica_batch_kernels.elementwise.types import RopeAndWriteKV
 from punica_batch_kernels.native.kernels import NativeKernels, load_native
 from punica_batch_kernels.prebuild import build_missing
+from punica_batch_kernels.products.reference import add_linear
 from punica_batch_kernels.sgmv import AddLora, LoraLinear, backend_for
 from punica_batch_kernels.sgmv import reference as sgmv_reference
 from punica_batch_kernels.sgmv.types import LoraGroup, Segments
 
 # x [T, in], weight, bias or None to x W^T + b, as ``torch.nn.functional.linear``
 ComputeLinear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+# y [T, out], x, weight, bias or None: adds that to y in place, as ``products.reference.add_linear``
+AddLinear = Callable[[Tensor, Tensor, Tensor, Tensor | None], None]
 
 
 class RmsNorm(Protocol):
     def __call__(self, x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor: ...
-
-
-class AddRmsNorm(Protocol):
-    def __call__(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor: ...
 
 
 class SiluAndMul(Protocol):
@@ -61,7 +60,8 @@ class PagedAttention(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """The functions' meanings are those of ``sgmv.reference``, ``attention.reference`` and ``elementwise.reference``.
+    """The functions' meanings are those of the ``reference`` modules of ``sgmv``, ``attention``, ``elementwise`` and
+    ``products``.
 
     ``capturable``: a CUDA graph can hold a step, all of whose host work is in ``plan_attention``.
     ``note``: one sentence where a slower backend than the device's best had to be taken.
@@ -71,8 +71,8 @@ class Kernels:
     plan_attention: PlanAttention
     paged_attention: PagedAttention
     linear: ComputeLinear = functional.linear
+    add_linear: AddLinear = add_linear
     rms_norm: RmsNorm = elementwise_reference.rms_norm
-    add_rms_norm: AddRmsNorm = elementwise_reference.add_rms_norm
     rope_and_write_kv: RopeAndWriteKV = elementwise_reference.rope_and_write_kv
     silu_and_mul: SiluAndMul = elementwise_reference.silu_and_mul
     ordered_lora_linear: LoraLinear | None = None
@@ -85,12 +85,9 @@ class Kernels:
         x: Tensor,
         group: LoraGroup,
         segments: Segments,
-        add_base: Callable[[Tensor, Tensor], None] | None = None,
+        add_base: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """``base(x)`` [T, out] with the adapters of ``group`` added, in the order that the backend finds fastest.
-
-        ``add_base(y, x)``: y += ``base(x)`` in place; None where that cannot be had.
-        """
+        """``sgmv.LoraLinear``, in the order that the backend finds fastest."""
         if self.ordered_lora_linear is not None:
             return self.ordered_lora_linear(base, x, group, segments, add_base)
         y = base(x)
@@ -160,9 +157,7 @@ def _with_elementwise(kernels: Kernels, dtype: torch.dtype, device: torch.device
     except Exception as error:
         note = f"norms and activation run in plain torch, not by FlashInfer: {_first_line(error)}"
         return replace(kernels, note=note)
-    return replace(
-        kernels, rms_norm=backend.rms_norm, add_rms_norm=backend.add_rms_norm, silu_and_mul=backend.silu_and_mul
-    )
+    return replace(kernels, rms_norm=backend.rms_norm, silu_and_mul=backend.silu_and_mul)
 
 
 def _first_line(error: Exception) -> str:
@@ -172,8 +167,8 @@ def _first_line(error: Exception) -> str:
 def _native(native: NativeKernels, kv_dtype: torch.dtype) -> Kernels:
     elementwise, attention = native.elementwise, native.attention
     kernels = replace(
-        REFERENCE, add_lora=native.sgmv.add_lora, linear=native.linear.linear,
-        rms_norm=elementwise.rms_norm, add_rms_norm=elementwise.add_rms_norm, silu_and_mul=elementwise.silu_and_mul,
+        REFERENCE, add_lora=native.sgmv.add_lora, linear=native.linear.linear, add_linear=native.linear.add_linear,
+        rms_norm=elementwise.rms_norm, silu_and_mul=elementwise.silu_and_mul,
         rope_and_write_kv=elementwise_reference.in_turn(
             elementwise.rms_norm, elementwise.apply_rope, elementwise.write_kv
         ),

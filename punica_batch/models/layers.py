@@ -3,47 +3,42 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
-from punica_batch_kernels.backend import ComputeLinear
+from punica_batch_kernels.backend import Kernels
 from torch import Tensor
 
 from punica_batch.models.config import RopeConfig
 
 
 class Linear:
-    """y = x W^T + b. What calls it knows only ``apply`` and ``add_to``: the weight may become a shard, or quantised.
+    """x W^T + b. What calls it knows only ``apply`` and ``add_to``: the weight may become a shard, or quantised.
 
-    ``weight`` [out, in], ``bias`` [out] or None; ``compute``: the kernel.
+    ``weight`` [out, in], ``bias`` [out] or None; ``kernels``: their ``linear`` and ``add_linear`` compute it.
     """
 
-    __slots__ = ("bias", "compute", "weight")
+    __slots__ = ("bias", "kernels", "weight")
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, compute: ComputeLinear) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, kernels: Kernels) -> None:
         self.weight = weight
         self.bias = bias
-        self.compute = compute
+        self.kernels = kernels
 
     @classmethod
     def empty(
-        cls, out: int, into: int, compute: ComputeLinear, *, bias: bool, dtype: torch.dtype, device: torch.device
+        cls, out: int, into: int, kernels: Kernels, *, bias: bool, dtype: torch.dtype, device: torch.device
     ) -> Linear:
         weight = torch.empty(out, into, dtype=dtype, device=device)
-        return cls(weight, torch.empty(out, dtype=dtype, device=device) if bias else None, compute)
+        return cls(weight, torch.empty(out, dtype=dtype, device=device) if bias else None, kernels)
 
     def apply(self, x: Tensor) -> Tensor:
         """``x`` [T, in] to [T, out], a new tensor."""
-        return self.compute(x, self.weight, self.bias)
+        return self.kernels.linear(x, self.weight, self.bias)
 
-    @property
-    def add_to(self) -> Callable[[Tensor, Tensor], None] | None:
-        """Adds ``apply(x)`` to y [T, out] in place, given (y, x), rounding once; None where that takes more than the
-        product."""
-        return self._add_to if self.bias is None else None
-
-    def _add_to(self, y: Tensor, x: Tensor) -> None:
-        y.addmm_(x, self.weight.t())
+    def add_to(self, y: Tensor, x: Tensor) -> Tensor:
+        """y [T, out] += ``apply(x)`` in place; returns y."""
+        self.kernels.add_linear(y, x, self.weight, self.bias)
+        return y
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int, device: torch.device) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ class DecoderLayer:
         h, q, kv, m = config.hidden_size, config.q_size, config.kv_size, config.intermediate_size
 
         def linear(out: int, into: int, bias: bool) -> Linear:
-            return Linear.empty(out, into, kernels.linear, bias=bias, dtype=dtype, device=device)
+            return Linear.empty(out, into, kernels, bias=bias, dtype=dtype, device=device)
 
         def vector(size: int) -> Tensor:
             return torch.empty(size, dtype=dtype, device=device)
@@ -94,22 +95,11 @@ class DecoderLayer:
         return tensors
 
     def attend(
-        self,
-        x: Tensor | None,
-        residual: Tensor,
-        cache: tuple[Tensor, Tensor],
-        step: StepContext,
-        lora: LayerLora | None,
+        self, residual: Tensor, cache: tuple[Tensor, Tensor], step: StepContext, lora: LayerLora | None
     ) -> Tensor:
-        """The heads' outputs, [T, heads * head_dim]. The residual stream ``residual`` [T, hidden] is updated in place.
-
-        ``x`` [T, hidden]: what the layer before has still to add to it (None: nothing).
-        """
-        config, kernels, eps = self.config, self.kernels, self.config.rms_norm_eps
-        if x is None:
-            x = kernels.rms_norm(residual, self.input_norm, eps)
-        else:
-            x = kernels.add_rms_norm(x, residual, self.input_norm, eps)
+        """The heads' outputs, [T, heads * head_dim], for the residual stream ``residual`` [T, hidden]."""
+        config, kernels = self.config, self.kernels
+        x = kernels.rms_norm(residual, self.input_norm, config.rms_norm_eps)
         heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         qkv = self._project(self.qkv, x, step.segments, lora.qkv if lora else None)
         qkv = qkv.view(-1, heads + 2 * kv_heads, head_dim)
@@ -119,19 +109,30 @@ class DecoderLayer:
         )
         return out.view(-1, config.q_size)
 
-    def finish(self, heads: Tensor, residual: Tensor, segments: Segments, lora: LayerLora | None) -> Tensor:
-        """After ``attend``: adds the attention to ``residual`` in place, and returns what the layer has still to add to
-        it, so that adding and the norm after it are one kernel. All of the same rows, all [.., hidden]."""
+    def finish(self, heads: Tensor, residual: Tensor, segments: Segments, lora: LayerLora | None) -> None:
+        """After ``attend``, of the same rows: adds the attention, then the MLP, to ``residual`` in place."""
         kernels = self.kernels
-        x = self._project(self.o, heads, segments, lora.o if lora else None)
-        x = kernels.add_rms_norm(x, residual, self.post_attention_norm, self.config.rms_norm_eps)
+        self._add_projection(residual, self.o, heads, segments, lora.o if lora else None)
+        x = kernels.rms_norm(residual, self.post_attention_norm, self.config.rms_norm_eps)
         gate_up = self._project(self.gate_up, x, segments, lora.gate_up if lora else None)
-        return self._project(self.down, kernels.silu_and_mul(gate_up), segments, lora.down if lora else None)
+        x = kernels.silu_and_mul(gate_up)
+        self._add_projection(residual, self.down, x, segments, lora.down if lora else None)
 
     def _project(self, linear: Linear, x: Tensor, segments: Segments, group: LoraGroup | None) -> Tensor:
         if group is None:
             return linear.apply(x)
-        return self.kernels.lora_linear(linear.apply, x, group, segments, linear.add_to)
+        # with a bias the sum takes more than the product
+        add_base = linear.add_to if linear.bias is None else None
+        return self.kernels.lora_linear(linear.apply, x, group, segments, add_base)
+
+    def _add_projection(
+        self, residual: Tensor, linear: Linear, x: Tensor, segments: Segments, group: LoraGroup | None
+    ) -> None:
+        """The products sum onto the stream: a tensor between them would have to be written and read."""
+        if group is None:
+            linear.add_to(residual, x)
+        else:
+            self.kernels.lora_linear(partial(linear.add_to, residual), x, group, segments)
 
 
 class LlamaModel:
@@ -149,7 +150,7 @@ class LlamaModel:
         self.embed_tokens = torch.empty(size, dtype=dtype, device=self.device)
         tied = config.tie_word_embeddings
         weight = self.embed_tokens if tied else torch.empty(size, dtype=dtype, device=self.device)
-        self.lm_head = Linear(weight, None, kernels.linear)
+        self.lm_head = Linear(weight, None, kernels)
         self.norm = torch.empty(config.hidden_size, dtype=dtype, device=self.device)
         indices = range(config.num_hidden_layers)
         self.layers = [DecoderLayer(config, i, kernels, dtype, self.device) for i in indices]
@@ -157,11 +158,11 @@ class LlamaModel:
 
     def use(self, kernels: Kernels) -> None:
         """Computes with ``kernels`` from now on. Loading weights needs none, so they may be made meanwhile."""
-        self.kernels, self.lm_head.compute = kernels, kernels.linear
+        self.kernels = self.lm_head.kernels = kernels
         for layer in self.layers:
             layer.kernels = kernels
             for linear in (layer.qkv, layer.o, layer.gate_up, layer.down):
-                linear.compute = kernels.linear
+                linear.kernels = kernels
 
     def named_tensors(self) -> dict[str, Tensor]:
         """``config.tensor_shapes()``'s names to where each tensor lives."""
@@ -199,16 +200,14 @@ class LlamaModel:
             self._add_embedding_lora(residual, input_ids, segments, lora)
         cos, sin = rope_cos_sin(positions, self.frequencies)
         step = StepContext(cos, sin, meta, plans, segments)
-        x = None
         for i, layer in enumerate(self.layers):
             layer_lora = lora.layers[i] if lora is not None else None
-            heads = layer.attend(x, residual, kv_caches[i], step, layer_lora)
+            heads = layer.attend(residual, kv_caches[i], step, layer_lora)
             if kept is not None and layer is self.layers[-1]:
                 heads, residual = heads.index_select(0, kept.index), residual.index_select(0, kept.index)
                 segments = kept.segments
-            x = layer.finish(heads, residual, segments, layer_lora)
-        assert x is not None
-        return self.kernels.add_rms_norm(x, residual, self.norm, self.config.rms_norm_eps)
+            layer.finish(heads, residual, segments, layer_lora)
+        return self.kernels.rms_norm(residual, self.norm, self.config.rms_norm_eps)
 
     def logits(self, hidden: Tensor, segments: Segments | None, lora: ModelLora | None) -> Tensor:
         """``hidden`` [S, hidden]: rows of ``forward``'s, with their own ``segments`` (None: none adds to the head).

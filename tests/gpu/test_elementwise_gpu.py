@@ -44,18 +44,9 @@ def check(got: Tensor, torchs: Tensor, exact: Tensor) -> None:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("rows", ROWS)
 def test_norms(rows: int, size: int, dtype: torch.dtype) -> None:
-    x, residual, weight = rand(rows, size, dtype=dtype), rand(rows + 1, size, dtype=dtype)[1:], rand(size, dtype=dtype)
+    x, weight = rand(rows + 1, size, dtype=dtype)[1:], rand(size, dtype=dtype)
     got = kernels(dtype).rms_norm(x, weight, 1e-5)
     check(got, REFERENCE.rms_norm(x, weight, 1e-5), normed(x, weight, 1e-5))
-    total = x.double() + residual.double()
-    theirs = residual.clone()
-    torchs = REFERENCE.add_rms_norm(x.clone(), theirs, weight, 1e-5)
-    ours = residual.clone()
-    got = kernels(dtype).add_rms_norm(x.clone(), ours, weight, 1e-5)
-    assert torch.equal(ours, theirs), "the residual stream is rounded to nearest"
-    # the mean is of the sum before it is rounded, or after; both are within a rounding
-    error, other = ((t.double() - normed(total, weight, 1e-5)).abs().mean() for t in (got, torchs))
-    assert float(error) <= 2 * float(other)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -81,15 +72,16 @@ def test_rope_and_write_kv(rows: int, heads: tuple[int, int], head_dim: int, nor
 def test_a_captured_layer_follows_its_buffers(dtype: torch.dtype) -> None:
     """New rows, positions and slots in the same buffers, and the same bits as launched one by one."""
     made, rows = kernels(dtype), 40
-    x, residual = rand(rows, 512, dtype=dtype), rand(rows, 512, dtype=dtype)
+    x, residual, product = (rand(n, 512, dtype=dtype) for n in (rows, rows, 512))
     weight, qkv = rand(512, dtype=dtype), torch.empty(rows, 12, 64, dtype=dtype, device=CUDA)
     cos, sin = torch.empty(2, rows, 1, 32, device=CUDA)
     caches = torch.zeros(2, 8, 16, 2, 64, dtype=dtype, device=CUDA)
     slots = torch.empty(rows, dtype=torch.int64, device=CUDA)
-    sources = [x, residual, qkv, cos, sin, slots]
+    sources = [x, residual, product, qkv, cos, sin, slots]
 
     def step() -> list[Tensor]:
-        y = made.add_rms_norm(x, residual, weight, 1e-6)
+        made.add_linear(residual, x, product, None)
+        y = made.rms_norm(residual, weight, 1e-6)
         made.rope_and_write_kv(qkv, 8, None, cos, sin, caches[0], caches[1], slots)
         return [y, made.silu_and_mul(y.view(rows, 512))]
 

@@ -68,7 +68,7 @@ def test_nothing_waits_for_the_device() -> None:
 def layers_and_adapters(
     dtype: torch.dtype, layout: list[tuple[int, int]]
 ) -> tuple[LoraGroup, Segments, Tensor, Tensor]:
-    """A group, segments, x and a base weight; the add-on is a tenth of the base product."""
+    """A group, segments, x and a base weight; the add-on is a third of the base product."""
     group = make_group([(16,) * 3, (5, 0, 8), (0,) * 3, (100, 1, 9)], 1024, WIDTHS, empty(dtype))
     for slot in group.slots:
         if slot is not None:
@@ -88,17 +88,18 @@ MANY_ROWS = {
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("kind", MANY_ROWS)
 def test_many_rows_take_the_base_product_last(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nearer to the truth than the other way round; base rows get the product alone, and nothing waits."""
+    """As near to the truth as the other way round; base rows get the product alone, and nothing waits."""
     from punica_batch_kernels.sgmv import linear
 
     group, segments, x, weight = layers_and_adapters(dtype, MANY_ROWS[kind])
+    weight *= 4  # by far the larger part, as in a model
     run = linear.OrderedLinear(CUDA)
 
     def base(x: Tensor) -> Tensor:
         return functional.linear(x, weight)
 
-    def add_base(y: Tensor, x: Tensor) -> None:
-        y.addmm_(x, weight.t())
+    def add_base(y: Tensor, x: Tensor) -> Tensor:
+        return y.addmm_(x, weight.t())
 
     first = run(base, x, group, segments)
     run(base, x, group, segments, add_base)
@@ -111,7 +112,8 @@ def test_many_rows_take_the_base_product_last(kind: str, dtype: torch.dtype, mon
         torch.cuda.set_sync_debug_mode("default")
     want = expected(x.double() @ weight.double().t(), x, group, segments)
     assert torch.isfinite(last).all()
-    assert (last - want).norm() <= (first - want).norm()
+    # at best the add-on alone is rounded twice; where the BLAS rounds its product before it adds, both are
+    assert (last - want).norm() <= 1.02 * (first - want).norm()
     for i, slot in enumerate(segments.lora_indices):
         if slot < 0:
             rows = slice(*segments.seg_indptr[i : i + 2])
@@ -126,8 +128,8 @@ def test_in_a_graph_the_base_product_stays_first(rows: int, monkeypatch: pytest.
     group, segments, x, weight = layers_and_adapters(torch.float16, [(0, rows)])
     run = linear.OrderedLinear(CUDA)
 
-    def add_base(y: Tensor, x: Tensor) -> None:
-        y.addmm_(x, weight.t())
+    def add_base(y: Tensor, x: Tensor) -> Tensor:
+        return y.addmm_(x, weight.t())
 
     def step() -> Tensor:
         return run(lambda x: functional.linear(x, weight), x, group, segments, add_base)
@@ -204,3 +206,47 @@ def test_a_graph_of_layers_with_shrinks_beside_the_products(kind: str, dtype: to
         torch.cuda.synchronize()
         for a, b in zip(got, want, strict=True):
             torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("kind", ["distinct", "identical"])
+def test_a_graph_whose_layers_add_to_one_stream(kind: str) -> None:
+    """As a decoder's residual: base product and add-on go onto the tensor that the next layer's input is made from."""
+    rows, hidden, layers = 32, 1024, 6
+    slots = list(range(rows)) if kind == "distinct" else [0]
+    starts = list(range(rows + 1)) if kind == "distinct" else [0, rows]
+    groups = [make_group([(16,)] * rows, hidden, (hidden,), empty(), 32) for _ in range(layers)]
+    for group in groups:
+        for slot in group.slots:
+            assert slot is not None
+            slot.a.mul_(0.25)  # add-ons half as large as the products
+    weights = [(torch.randn(hidden, hidden, device=CUDA) / 32).half() for _ in range(layers)]
+    segments = Segments.build(starts, slots, tiles=static_tiles(starts, slots))
+    backend = backend_for(CUDA)
+    assert backend.lora_linear is not None
+    run = backend.lora_linear
+    start, stream = (torch.randn(rows, hidden, device=CUDA).half() for _ in range(2))
+
+    def forward() -> None:
+        stream.copy_(start)
+        for group, weight in zip(groups, weights, strict=True):
+            x = functional.rms_norm(stream, stream.shape[-1:], eps=1e-5)
+            y = run(lambda x, weight=weight: stream.addmm_(x, weight.t()), x, group, segments)
+            assert y is stream
+
+    def exact() -> Tensor:
+        y = start.double()
+        for group, weight in zip(groups, weights, strict=True):
+            x = functional.rms_norm(y, y.shape[-1:], eps=1e-5)
+            y = expected(y + x @ weight.double().t(), x, group, segments)
+        return y
+
+    forward()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        forward()
+    for _ in range(5):
+        start.normal_()
+        for _ in range(3):
+            graph.replay()
+        torch.testing.assert_close(stream.double(), exact(), atol=3e-2, rtol=1e-2)

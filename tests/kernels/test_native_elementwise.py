@@ -59,17 +59,6 @@ def test_rms_norm_of_heads_in_place(native: NativeElementwise, rows: int, heads:
 
 @given(ROWS, SIZES, st.integers(0, 99))
 @QUICK
-def test_add_rms_norm(native: NativeElementwise, rows: int, size: int, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    x, residual = torch.randn(2, rows, size, generator=generator)
-    weight, total = torch.randn(size), x + residual
-    got = native.add_rms_norm(x.clone(), residual, weight, 1e-5)
-    assert torch.equal(residual, total)
-    torch.testing.assert_close(got.double(), normed(total, weight, 1e-5), **CLOSE)
-
-
-@given(ROWS, SIZES, st.integers(0, 99))
-@QUICK
 def test_silu_and_mul(native: NativeElementwise, rows: int, size: int, seed: int) -> None:
     x = beside_nan(rows, 2 * size, seed=seed) * 5
     gate, up = x.double().chunk(2, dim=-1)
@@ -115,10 +104,6 @@ def test_half_precision_is_the_references(native: NativeElementwise) -> None:
     x, weight = torch.randn(3, 32, dtype=torch.bfloat16), torch.randn(32, dtype=torch.bfloat16)
     assert torch.equal(native.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
     assert torch.equal(native.silu_and_mul(x), reference.silu_and_mul(x))
-    assert torch.equal(
-        native.add_rms_norm(x.clone(), x.clone(), weight, 1e-5),
-        reference.add_rms_norm(x.clone(), x.clone(), weight, 1e-5),
-    )
 
 
 def test_results_do_not_depend_on_threads(native: NativeElementwise, two_threads: None) -> None:

@@ -21,7 +21,7 @@ from punica_batch_kernels.sgmv import linear
         (256, False, True, True, "first"),
         (2048, False, True, True, "last"),
         (2048, True, True, True, "first"),  # its replays may have base rows
-        (2048, False, False, True, "first"),  # a bias, or weights that cannot be added to something
+        (2048, False, False, True, "first"),  # a bias, or a product that is added to an older tensor
         (2048, False, True, False, "first"),
         (32, True, True, False, "first"),
     ],
@@ -41,7 +41,7 @@ def test_the_order_of_a_step(
     tiles = (RowTiles.build([0, rows], [0], "cpu", 16),) if has_lora else ()
     segments = Segments((0, rows), (0 if has_lora else -1,), tiles)
 
-    def add_base(y: Tensor, x: Tensor) -> None:
+    def add_base(y: Tensor, x: Tensor) -> Tensor:
         raise AssertionError
 
     run = linear.OrderedLinear(torch.device("cpu"))

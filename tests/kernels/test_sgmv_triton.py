@@ -158,8 +158,8 @@ else:
         x = torch.randn(segments.seg_indptr[-1], 72).to(dtype)
         weight = torch.randn(sum(WIDTHS[:2]), 72) / 72**0.5
 
-        def add_base(y: Tensor, x: Tensor) -> None:
-            y.copy_(y.float() + x.float() @ weight.t())
+        def add_base(y: Tensor, x: Tensor) -> Tensor:
+            return y.copy_(y.float() + x.float() @ weight.t())
 
         want = expected((x.double() @ weight.t().double()), x, group, segments)
         last = linear.base_last(add_base, x, group, segments)
@@ -169,6 +169,19 @@ else:
         assert torch.equal(last[without], (x[without].float() @ weight.t()).to(dtype))
         assert (last - want).norm() < (first - want).norm() or dtype == torch.float32
         torch.testing.assert_close(last.double(), want, atol=4e-3, rtol=4e-3)
+
+    @pytest.mark.parametrize("rows", [100, 600])
+    def test_both_parts_are_added_to_an_older_tensor(rows: int) -> None:
+        """The residual stream: whatever the number of rows, it is added to once by either part, in place."""
+        like = torch.empty(0, dtype=torch.float32)
+        group = make_group([(4,), (20,), (0,)], 72, WIDTHS[:1], like)
+        segments = make_segments([(0, rows), (-1, 3), (1, 5), (2, 4)], CPU)
+        x, stream = torch.randn(rows + 12, 72), torch.randn(rows + 12, WIDTHS[0])
+        weight = torch.randn(WIDTHS[0], 72) / 72**0.5
+        want = expected(stream.double() + x.double() @ weight.t().double(), x, group, segments)
+        got = linear.OrderedLinear(CPU)(lambda x: stream.addmm_(x, weight.t()), x, group, segments)
+        assert got is stream
+        torch.testing.assert_close(stream.double(), want, atol=1e-4, rtol=1e-4)
 
     def test_what_the_kernels_cannot_address_is_refused() -> None:
         like = torch.empty(0, dtype=torch.float32)

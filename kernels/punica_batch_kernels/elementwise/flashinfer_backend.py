@@ -30,7 +30,7 @@ class FlashInferElementwise:
         # Hopper's programmatic dependent launch: the kernel is there when the product before it ends
         self._pdl = torch.cuda.get_device_capability(device)[0] >= 9
         x = torch.ones(1, 64, dtype=dtype, device=device)
-        self.silu_and_mul(self.add_rms_norm(self.rms_norm(x, x[0], 1e-5), x.clone(), x[0], 1e-5))
+        self.silu_and_mul(self.rms_norm(x, x[0], 1e-5))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
         if x.dim() != 2 or not _fits(x, x.shape[1]):
@@ -38,12 +38,6 @@ class FlashInferElementwise:
         result = torch.empty_like(x) if out is None else out
         self._norm.rmsnorm(result, x, weight, eps, self._pdl)
         return result
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        if not (_fits(x, x.shape[1]) and _fits(residual, x.shape[1])):
-            return reference.add_rms_norm(x, residual, weight, eps)
-        self._norm.fused_add_rmsnorm(x, residual, weight, eps, self._pdl)
-        return x
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         rows, size = gate_up.shape[0], gate_up.shape[1] // 2

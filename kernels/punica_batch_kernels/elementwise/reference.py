@@ -28,12 +28,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -
     return result if out is None else out.copy_(result)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """residual += x in place, and the norm of that; ``x`` and ``residual`` [T, n] contiguous. x is used up."""
-    residual += x
-    return rms_norm(residual, weight, eps)
-
-
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Rotates ``x`` [T, heads, head_dim] in place, first half against second (Hugging Face's layout).
 

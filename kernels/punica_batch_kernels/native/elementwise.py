@@ -17,7 +17,6 @@ class NativeElementwise:
     def __init__(self, library: Library) -> None:
         self._threads = library.threads
         self._rms_norm = library.function("rms_norm", "pllllpllplf")
-        self._add_rms_norm = library.function("add_rms_norm", "pppllf")
         self._apply_rope = library.function("apply_rope", "pllllppl")
         self._silu_and_mul = library.function("silu_and_mul", "pllpl")
         self._write_kv = library.function("write_kv", "plplpppll", threads=False)
@@ -32,15 +31,6 @@ class NativeElementwise:
             weight.data_ptr(), x.shape[-1], eps, *self._threads(),
         )  # fmt: skip
         return result
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        if not (_fits(x) and x.is_contiguous() and residual.is_contiguous()):
-            return reference.add_rms_norm(x, residual, weight, eps)
-        rows, size = x.shape
-        self._add_rms_norm(
-            x.data_ptr(), residual.data_ptr(), weight.data_ptr(), rows, size, eps, *self._threads()
-        )  # fmt: skip
-        return x
 
     def apply_rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
         if not (_fits(x) and cos.is_contiguous() and sin.is_contiguous()):

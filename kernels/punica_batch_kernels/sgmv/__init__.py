@@ -20,9 +20,11 @@ class AddLora(Protocol):
 
 
 class LoraLinear(Protocol):
-    """``base(x)``, a new tensor [T, out], with the adapters of ``group`` added.
+    """What ``base(x)`` returns, [T, out], with the adapters of ``group`` added to it in place.
 
-    ``add_base(y, x)``: y += ``base(x)`` in place, for backends that add the adapters first; None: it cannot be had.
+    It is a new tensor, or an older one that ``base`` has added its product to. ``add_base(y, x)``: adds to y in place
+    what ``base`` puts into a new tensor, and returns y, for backends that would have the adapters' part there first;
+    None: ``base`` is to be called.
     """
 
     def __call__(
@@ -31,7 +33,7 @@ class LoraLinear(Protocol):
         x: Tensor,
         group: LoraGroup,
         segments: Segments,
-        add_base: Callable[[Tensor, Tensor], None] | None = None,
+        add_base: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> Tensor: ...
 
 

@@ -12,7 +12,7 @@ from punica_batch_kernels.sgmv.triton_backend import add_lora, empty_v, has_tile
 from punica_batch_kernels.sgmv.types import LoraGroup, Segments
 
 Base = Callable[[Tensor], Tensor]
-AddBase = Callable[[Tensor, Tensor], None]
+AddBase = Callable[[Tensor, Tensor], Tensor]
 
 # Up to as many rows the base product leaves the tensor cores and some of the launch latency to others: measured.
 MAX_FEW = 64
@@ -21,7 +21,8 @@ MAX_CACHED = 512
 
 
 class OrderedLinear:
-    """``base(x)``, a new tensor [T, out], with the adapters of a group added; on one CUDA device.
+    """What ``base(x)`` returns, [T, out], with the adapters of a group added to it; on one CUDA device. It is a new
+    tensor, or an older one that ``base`` adds its product to, such as the residual stream.
 
     While a graph is captured, few rows take ``side_by_side``: a replay pays nothing for the fork, which on the eager
     path would cost the host more than the shrink takes. Outside of graphs, many rows take ``base_last``.
@@ -37,7 +38,8 @@ class OrderedLinear:
     def __call__(
         self, base: Base, x: Tensor, group: LoraGroup, segments: Segments, add_base: AddBase | None = None
     ) -> Tensor:
-        """``add_base(y, x)``: y += what ``base`` gives; None where that is not to be had."""
+        """``add_base(y, x)``: adds to y what ``base`` puts into a new tensor, and returns y; None where ``base`` itself
+        adds to an older one, or such a sum is not to be had."""
         rows = x.shape[0]
         if has_tiles(segments):
             if rows <= MAX_FEW and torch.cuda.is_current_stream_capturing():
@@ -73,12 +75,11 @@ def base_first(base: Base, x: Tensor, group: LoraGroup, segments: Segments) -> T
 
 def base_last(add_base: AddBase, x: Tensor, group: LoraGroup, segments: Segments) -> Tensor:
     """The add-on written, then the base product summed onto it, which reads what it adds to at next to no cost: y is
-    read once less, and of the two parts the smaller one is rounded twice."""
+    read once less."""
     v = empty_v(x, group, segments)
     sgmv_shrink(v, x, group, segments)
     # rows with adapters are in one tile each and written there, whatever they held; base rows are in none
     new = torch.zeros if -1 in segments.lora_indices else torch.empty
     y = new(x.shape[0], group.out_offsets[-1], dtype=x.dtype, device=x.device)
     sgmv_expand(y, v, group, segments, accumulate=False)
-    add_base(y, x)
-    return y
+    return add_base(y, x)

@@ -8,29 +8,20 @@
 
 typedef struct {
     const float *x, *weight;
-    float *out, *residual;
+    float *out;
     int64_t rows, inner, outer_stride, inner_stride, out_outer_stride, out_inner_stride, size, per_task;
     float eps;
 } norm_job;
 
-static void norm_row(const float *x, float *residual, const float *weight, float *out, int64_t size, float eps) {
+static void norm_row(const float *x, const float *weight, float *out, int64_t size, float eps) {
     vec s = {0};
     int64_t i = 0;
     float tail = 0;
-    for (; i + LANES <= size; i += LANES) {
-        vec a = load(x + i);
-        if (residual) a += load(residual + i), store(residual + i, a);
-        s += a * a;
-    }
-    for (; i < size; i++) {
-        float a = x[i];
-        if (residual) a = residual[i] += a;
-        tail += a * a;
-    }
+    for (; i + LANES <= size; i += LANES) s += load(x + i) * load(x + i);
+    for (; i < size; i++) tail += x[i] * x[i];
     float factor = 1.0f / sqrtf((sum(s) + tail) / (float)size + eps);
-    const float *from = residual ? residual : x;
-    for (i = 0; i + LANES <= size; i += LANES) store(out + i, load(from + i) * factor * load(weight + i));
-    for (; i < size; i++) out[i] = from[i] * factor * weight[i];
+    for (i = 0; i + LANES <= size; i += LANES) store(out + i, load(x + i) * factor * load(weight + i));
+    for (; i < size; i++) out[i] = x[i] * factor * weight[i];
 }
 
 static void norm_rows(void *data, int64_t task) {
@@ -38,8 +29,8 @@ static void norm_rows(void *data, int64_t task) {
     int64_t last = (task + 1) * j->per_task < j->rows ? (task + 1) * j->per_task : j->rows;
     for (int64_t r = task * j->per_task; r < last; r++) {
         int64_t a = r / j->inner, b = r % j->inner;
-        norm_row(j->x + a * j->outer_stride + b * j->inner_stride, j->residual ? j->residual + r * j->size : 0,
-                 j->weight, j->out + a * j->out_outer_stride + b * j->out_inner_stride, j->size, j->eps);
+        norm_row(j->x + a * j->outer_stride + b * j->inner_stride, j->weight,
+                 j->out + a * j->out_outer_stride + b * j->out_inner_stride, j->size, j->eps);
     }
 }
 
@@ -49,16 +40,9 @@ static int64_t rows_per_task(int64_t size) { return TASK_ELEMENTS / size + 1; }
 void punica_rms_norm(const float *x, int64_t outer, int64_t outer_stride, int64_t inner, int64_t inner_stride,
                      float *out, int64_t out_outer_stride, int64_t out_inner_stride, const float *weight, int64_t size,
                      float eps, parallel_function parallel, int threads) {
-    norm_job j = {x, weight, out, 0, outer * inner, inner, outer_stride, inner_stride, out_outer_stride,
+    norm_job j = {x, weight, out, outer * inner, inner, outer_stride, inner_stride, out_outer_stride,
                   out_inner_stride, size, rows_per_task(size), eps};
     for_each_task(norm_rows, &j, (j.rows + j.per_task - 1) / j.per_task, parallel, threads);
-}
-
-/* residual += x, then x = the norm of residual; both contiguous [rows, size]. */
-void punica_add_rms_norm(float *x, float *residual, const float *weight, int64_t rows, int64_t size, float eps,
-                         parallel_function parallel, int threads) {
-    norm_job j = {x, weight, x, residual, rows, 1, size, 0, size, 0, size, rows_per_task(size), eps};
-    for_each_task(norm_rows, &j, (rows + j.per_task - 1) / j.per_task, parallel, threads);
 }
 
 typedef struct {

@@ -1,4 +1,5 @@
-/* y = x W^T + b for float32 and few rows of x: decode steps, where a BLAS packs the whole of W to use it but once.
+/* y = x W^T + b, or y += that, for float32 and few rows of x: decode steps, where a BLAS packs the whole of W to use it
+   but once.
 
    Here x is what is packed: transposed, so that one register holds the same column of LANES rows. W is read in place,
    a few rows at a time, and each of its elements is broadcast against those registers. Every y[m, n] is summed over k
@@ -15,7 +16,7 @@
 typedef struct {
     const float *x, *w, *bias;
     float *y, *panels; /* [panel][in][width of the panel] */
-    int64_t rows, in, out, x_stride, y_stride, num_panels;
+    int64_t rows, in, out, x_stride, y_stride, num_panels, accumulate;
 } job;
 
 /* a 16 x 16 block of `from` (row r at r * from_stride) transposed to `to` */
@@ -122,24 +123,33 @@ static void run_chunk(void *data, int64_t task) {
         for (int n = 0; n < outputs; n += LANES) {
             int width = outputs - n < LANES ? outputs - n : LANES;
             const float *from = sums + (n * vecs + m) * LANES;
-            if (width == LANES) {
+            if (width == LANES && !j->accumulate) {
                 transpose16(from, vecs * LANES, LANES, y + n, j->y_stride, rows);
                 continue;
             }
-            transpose16(from, vecs * LANES, width, turned, LANES, LANES);
-            for (int r = 0; r < rows; r++)
-                memcpy(y + r * j->y_stride + n, turned + r * LANES, (size_t)width * sizeof(float));
+            transpose16(from, vecs * LANES, width, turned, LANES, rows);
+            for (int r = 0; r < rows; r++) {
+                float *to = y + r * j->y_stride + n;
+                if (width == LANES)
+                    store(to, load(to) + load(turned + r * LANES));
+                else if (j->accumulate)
+                    for (int i = 0; i < width; i++) to[i] += turned[r * LANES + i];
+                else
+                    memcpy(to, turned + r * LANES, (size_t)width * sizeof(float));
+            }
         }
     }
 }
 
 const int punica_has_linear = 1;
 
-/* `panels`: room for `in` floats a row, the rows rounded up to a multiple of PANEL. */
+/* y is written, or with `accumulate` added to. `panels`: room for `in` floats a row, the rows rounded up to a multiple
+   of PANEL. */
 void punica_linear(const float *x, int64_t x_stride, const float *w, const float *bias, float *y, int64_t y_stride,
-                   int64_t rows, int64_t in, int64_t out, float *panels, parallel_function parallel, int threads) {
+                   int64_t rows, int64_t in, int64_t out, float *panels, int64_t accumulate, parallel_function parallel,
+                   int threads) {
     int64_t num_panels = (rows + PANEL - 1) / PANEL, chunks = (out + OUTPUTS - 1) / OUTPUTS;
-    job j = {x, w, bias, y, panels, rows, in, out, x_stride, y_stride, num_panels};
+    job j = {x, w, bias, y, panels, rows, in, out, x_stride, y_stride, num_panels, accumulate};
     for_each_task(pack, &j, num_panels * (PANEL / LANES), parallel, threads);
     for_each_task(run_chunk, &j, num_panels * chunks, parallel, threads);
 }
