@@ -25,13 +25,14 @@ class _Compiled(NamedTuple):
 
 
 class Launcher:
-    """Launches of one Triton kernel whose arguments are four tensors, then integers, then compile-time constants.
+    """Launches of one Triton kernel whose arguments are tensors, then numbers, then compile-time constants.
 
-    The kernel must not be specialized for the alignment of the last two tensors.
+    The kernel must be specialized for the alignment of the first ``aligned`` tensors alone.
     """
 
-    def __init__(self, kernel: Any) -> None:
+    def __init__(self, kernel: Any, aligned: int = 2) -> None:
         self._kernel = kernel
+        self._aligned = aligned
         self._compiled: dict[Hashable, _Compiled] = {}
         self._direct = True
 
@@ -39,19 +40,18 @@ class Launcher:
         self,
         key: Hashable,
         programs: int,
-        tensors: tuple[Tensor, Tensor, Tensor, Tensor],
-        numbers: tuple[int, ...],
+        tensors: tuple[Tensor, ...],
+        numbers: tuple[float, ...],
         options: Callable[[], dict[str, Any]],
     ) -> None:
         """Launches ``programs`` programs on the current stream of the tensors' device, which is the current one.
 
-        ``key`` must tell apart all that the compiled kernel depends on but the first two tensors' alignment: the
+        ``key`` must tell apart all that the compiled kernel depends on but the aligned tensors' alignment: the
         kernel's constants and Triton's options, which ``options`` gives where they are needed, the dtypes, the
         device, and each of ``numbers`` that Triton specializes for.
         """
-        a, b, c, d = tensors
-        pointers = (a.data_ptr(), b.data_ptr(), c.data_ptr(), d.data_ptr())
-        if (pointers[0] | pointers[1]) & _ALIGNMENT_MASK or not self._direct:
+        pointers = [tensor.data_ptr() for tensor in tensors]
+        if not self._direct or any(pointer & _ALIGNMENT_MASK for pointer in pointers[: self._aligned]):
             self._kernel[(programs,)](*tensors, *numbers, **options())
             return
         compiled = self._compiled.get(key)
@@ -59,7 +59,7 @@ class Launcher:
             kernel = self._kernel[(programs,)](*tensors, *numbers, **options())
             self._keep(key, kernel, len(tensors) + len(numbers))
             return
-        stream = compiled.current_stream(a.get_device())
+        stream = compiled.current_stream(tensors[0].get_device())
         try:
             compiled.run(
                 programs, 1, 1, stream, compiled.function, compiled.metadata, None, None, None,
