@@ -21,7 +21,7 @@ from punica_batch.bench.popularity import LoadKind, popularity
 from punica_batch.bench.record import Recorder, Spread, percentile
 from punica_batch.bench.selection import Adapters, Selection
 from punica_batch.bench.serving import Rows, Served, serve, steps_to_prefill
-from punica_batch.bench.table import place
+from punica_batch.bench.table import load_name, place
 from punica_batch.bench.timeline import Timeline, decode_timeline, mixed_timeline
 from punica_batch.bench.workbench import Workbench, workbench
 from punica_batch.engine.engine import Engine
@@ -35,10 +35,13 @@ _WARM = "warm"  # names of adapters that no measured row has
 def run(options: BenchOptions, selection: Selection | None = None) -> None:
     """Raises ``JobError`` when a row of a load fails or an adapter was not loaded on its own."""
     selection = selection or Selection.of(options)
-    recorder, budget = Recorder("engine", options), options.budget()
+    weights = selection.weights
+    # lines of the default values say nothing, as those from before there was a choice
+    recorder = Recorder("engine", options, parameters={} if weights == "normal" else {"weights": weights})
+    budget = options.budget()
     device = open_device(options.device)
     for i, ranks in enumerate(selection.ranks):
-        with workbench(options.model_shape, dtype=options.dtype, device=device, ranks=ranks) as bench:
+        with workbench(options.model_shape, dtype=options.dtype, device=device, ranks=ranks, weights=weights) as bench:
             roofs = _Roofs(ceilings(device, bench.model.dtype), ProductTable.measure(bench.model), host_link(device))
             if i == 0:
                 roofs.ceilings.write(recorder)
@@ -234,7 +237,7 @@ def draw(recorder: Recorder) -> None:
                 color="black",
                 label="limit of the device",
             )
-            names = [f"{p['load']} {p['cap']} {p['adapters']} r{p['ranks']}" for p in parameters]
+            names = [f"{load_name(p)} {p['cap']} {p['adapters']} r{p['ranks']}" for p in parameters]
             each.margins(y=0.2)  # for the legend
             each.set_xticks(range(len(chosen)), names, rotation=90, fontsize=6)
             finish(each, "", "load, batch cap, adapters, rank", unit)

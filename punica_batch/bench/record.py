@@ -66,13 +66,14 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 class Recorder:
     """One run of one benchmark: appends to ``results/<name>.jsonl`` as figures come, and keeps them for the drawing.
 
-    ``lines`` holds what this run has written; ``draw(recorder)`` of the benchmark's module needs nothing else. Raises
-    ``JobError`` when the folder cannot be written to.
+    ``lines`` holds what this run has written; ``draw(recorder)`` of the benchmark's module needs nothing else.
+    ``parameters`` are in every line. Raises ``JobError`` when the folder cannot be written to.
     """
 
     name: str
     options: BenchOptions
     lines: list[JsonDict] = field(default_factory=list)
+    parameters: JsonDict = field(default_factory=dict)
     _about: JsonDict | None = field(init=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
@@ -124,7 +125,7 @@ class Recorder:
             "schema_version": SCHEMA_VERSION, "bench": self.name, "what": what, "unit": unit,
             "median": _rounded(spread.median), "p10": _rounded(spread.p10), "p90": _rounded(spread.p90),
             "n": spread.n, "limit": None if limit is None else _rounded(limit), "headline": headline,
-            "parameters": parameters, **self._about,
+            "parameters": parameters | self.parameters, **self._about,
         }  # fmt: skip
         path = self.options.results / f"{self.name}.jsonl"
         try:

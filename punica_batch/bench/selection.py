@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Literal, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 from punica_batch.bench.options import MAX_RANK, BenchOptions
 from punica_batch.bench.popularity import ROWS, LoadKind, Popularity
 from punica_batch.errors import UsageError
 
+if TYPE_CHECKING:
+    from punica_batch.models.weights import RandomWeights
+
 Adapters = Popularity | Literal["none"]
 
 LOADS: tuple[LoadKind, ...] = ("decode", "chat", "label")
 ADAPTERS: tuple[Adapters, ...] = ("none", "identical", "skewed", "uniform", "distinct")
+WEIGHTS: tuple[RandomWeights, ...] = ("normal", "vllm-dummy")
 MIXED_RANKS = (8, 16, 64, 128)
 MAX_CAP, MAX_BATCHED_TOKENS = 4096, 1 << 20
 
@@ -23,7 +27,8 @@ MAX_CAP, MAX_BATCHED_TOKENS = 4096, 1 << 20
 class Selection:
     """``caps``: rows that run at once. ``ranks``: each of them one rank, or several that a job's adapters have in turn.
     ``share``: of each load's rows, 1 for figures to be quoted. ``longest``: tokens of the decode load's longest row.
-    ``batched_tokens``: a step's at most; None: a job's default. Raises ``UsageError`` for what there is not."""
+    ``batched_tokens``: a step's at most; None: a job's default. ``weights``: the base model's values. Raises
+    ``UsageError`` for what there is not."""
 
     loads: tuple[LoadKind, ...] = LOADS
     caps: tuple[int, ...] = (32, 256)
@@ -32,6 +37,7 @@ class Selection:
     share: float = 1.0
     longest: int = 512
     batched_tokens: int | None = None
+    weights: RandomWeights = "normal"
 
     def __post_init__(self) -> None:
         for name, given, known in (("load", self.loads, LOADS), ("popularity", self.adapters, ADAPTERS)):
@@ -41,6 +47,8 @@ class Selection:
         for cap in self.caps:
             if not 1 <= cap <= MAX_CAP:
                 raise UsageError(f"--caps {cap}: not from 1 to {MAX_CAP}")
+        if self.weights not in WEIGHTS:
+            raise UsageError(f"--weights {self.weights}: not one of {', '.join(WEIGHTS)}")
         least = max(self.caps)  # every row that runs decodes in each step
         if self.batched_tokens is not None and not least <= self.batched_tokens <= MAX_BATCHED_TOKENS:
             raise UsageError(
@@ -67,6 +75,7 @@ class Selection:
         adapters: str | None,
         ranks: tuple[tuple[int, ...], ...],
         batched_tokens: int | None,
+        weights: str,
     ) -> Selection:
         """This one with what the command line names, separated by commas, in its place; None leaves it."""
         try:
@@ -80,6 +89,7 @@ class Selection:
             adapters=self.adapters if adapters is None else cast("tuple[Adapters, ...]", tuple(adapters.split(","))),
             ranks=ranks,
             batched_tokens=batched_tokens,
+            weights=cast("RandomWeights", weights),
         )
 
     def points(self) -> Iterator[tuple[LoadKind, Adapters]]:

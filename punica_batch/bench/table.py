@@ -15,7 +15,7 @@ from punica_batch.types import JsonDict
 # Lines that agree in these were measured alike: of those the latest run counts.
 _ALIKE = ("bench", "gpu", "model_shape", "dtype", "rank", "device")
 # ... and of these benchmarks, which take long, of each point; a quick run does not stand for a whole one.
-_POINTS = {"engine": ("load", "cap", "adapters", "ranks")}
+_POINTS = {"engine": ("load", "cap", "adapters", "ranks", "weights")}
 
 
 def markdown(results: Path, *, everything: bool = False) -> str:
@@ -71,32 +71,38 @@ def _alike(line: JsonDict) -> tuple[object, ...]:
 
 
 def _grid(lines: Sequence[JsonDict]) -> str:
-    """The engine's throughput: a row a load, batch cap and ranks, a column a popularity, each figure with its share of
-    its own limit and a letter for the run that it comes from."""
+    """The engine's throughput: a row a load, the model's weights, batch cap and ranks, a column a popularity, each
+    figure with its share of its own limit and a letter for the run that it comes from."""
     lines = sorted(lines, key=place)
     runs = dict(zip(dict.fromkeys(map(_source, lines)), ascii_lowercase, strict=False))
     columns = [kind for kind in ADAPTERS if any(line["parameters"]["adapters"] == kind for line in lines)]
-    cells: dict[tuple[int, int, str, str], dict[str, str]] = {}
+    cells: dict[tuple[int, str, int, str, str], dict[str, str]] = {}
     for line in lines:
         about = line["parameters"]
-        row = (LOADS.index(about["load"]), about["cap"], about["ranks"], line["unit"])
+        row = (LOADS.index(about["load"]), load_name(about), about["cap"], about["ranks"], line["unit"])
         share = 100 * line["median"] / line["limit"]
         cells.setdefault(row, {})[about["adapters"]] = (
             f"{_number(line['median'])} ({share:.0f} %) {runs[_source(line)]}"
         )
     heads = ["load", "batch cap", "rank", "unit", *columns]
     table = [heads, ["---"] * len(heads)]
-    for (load, cap, ranks, unit), own in sorted(cells.items()):
-        table.append([LOADS[load], str(cap), ranks, unit, *(own.get(column, "") for column in columns)])
+    for (_, load, cap, ranks, unit), own in sorted(cells.items()):
+        table.append([load, str(cap), ranks, unit, *(own.get(column, "") for column in columns)])
     sources = [f"- {letter}: commit {commit}, `{command}`" for (commit, command), letter in runs.items()]
     title = f"**engine** ({_machine(lines[0])}; in brackets the share of the device's limit)"
     return "\n".join([title, "", *_rows(table), "", *sources])
 
 
-def place(line: JsonDict) -> tuple[int, int, str, int]:
+def load_name(about: JsonDict) -> str:
+    """By a line's parameters: the load, and the values of the model's weights where they are not the default."""
+    return f"{about['load']}, {about['weights']} weights" if "weights" in about else str(about["load"])
+
+
+def place(line: JsonDict) -> tuple[int, str, int, str, int]:
     """Of a figure of the engine's among others."""
     about = line["parameters"]
-    return LOADS.index(about["load"]), about["cap"], about["ranks"], ADAPTERS.index(about["adapters"])
+    load, adapters = LOADS.index(about["load"]), ADAPTERS.index(about["adapters"])
+    return load, load_name(about), about["cap"], about["ranks"], adapters
 
 
 def _source(line: JsonDict) -> tuple[str, str]:

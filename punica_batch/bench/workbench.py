@@ -25,7 +25,7 @@ from punica_batch.engine.settings import DEFAULT_BATCHED_TOKENS, EngineSettings
 from punica_batch.engine.startup import share_interpreter
 from punica_batch.models.config import DTYPE_BYTES, ModelConfig
 from punica_batch.models.llama import LlamaModel
-from punica_batch.models.weights import random_weights
+from punica_batch.models.weights import RandomWeights, random_weights
 from punica_batch.text.tokenizer import Tokenizer
 from punica_batch.types import AdapterSpec, Dtype
 
@@ -105,7 +105,14 @@ class Workbench:
 
 
 @contextmanager
-def workbench(shape: str, *, dtype: Dtype, device: torch.device, ranks: Sequence[int] = (16,)) -> Iterator[Workbench]:
+def workbench(
+    shape: str,
+    *,
+    dtype: Dtype,
+    device: torch.device,
+    ranks: Sequence[int] = (16,),
+    weights: RandomWeights = "normal",
+) -> Iterator[Workbench]:
     """Weights are made once and last as long as the block; so do the adapter files, which lie in memory where there is
     room (``/dev/shm``), as a page cache would hold them."""
     config = ModelConfig.from_dict(SHAPES[shape], where=f"shape {shape}")
@@ -116,7 +123,7 @@ def workbench(shape: str, *, dtype: Dtype, device: torch.device, ranks: Sequence
             model="random", dtype=dtype, kv_cache_dtype=dtype, device=str(device), num_blocks=1, max_model_len=1
         )
         kernels = engine_kernels(config, settings)
-        model = random_weights(config, getattr(torch, dtype), device, kernels=kernels)
+        model = random_weights(config, getattr(torch, dtype), device, kernels=kernels, values=weights)
         folders = write_adapters(Path(root), config, ranks, dtype, device)
         tokenizer = write_tokenizer(Path(root), config.vocab_size)
         yield Workbench(shape, dtype, tuple(ranks), model, tokenizer, folders)

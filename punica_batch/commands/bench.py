@@ -98,6 +98,9 @@ Adapters = Annotated[
 ]
 Ranks = Annotated[str, typer.Option(help="Of the adapters: numbers, and mix for several in a job.", metavar="N,N")]
 BatchedTokens = Annotated[int | None, typer.Option(help="A step's tokens at most. Default: as a job's.", metavar="N")]
+Weights = Annotated[
+    str, typer.Option(help="The base model's values: normal, or vllm-dummy, as vLLM's dummy loader's.", metavar="NAME")
+]
 
 
 def _engine(
@@ -108,6 +111,7 @@ def _engine(
     adapters: Adapters = None,
     ranks: Ranks = "16",
     batched_tokens: BatchedTokens = None,
+    weights: Weights = "normal",
     quick: Quick = False,
     seconds: Seconds = None,
     results: Results = None,
@@ -121,7 +125,7 @@ def _engine(
     parsed = parse_ranks(ranks)
     options = _options(model_shape, dtype, parsed[0][0], quick, seconds, results, device)
     selection = Selection.of(options).choose(
-        loads=loads, caps=caps, adapters=adapters, ranks=parsed, batched_tokens=batched_tokens
+        loads=loads, caps=caps, adapters=adapters, ranks=parsed, batched_tokens=batched_tokens, weights=weights
     )
     run_bench(next(bench for bench in BENCHES if bench.name == "engine"), options, selection=selection)
     return 0

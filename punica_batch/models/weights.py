@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import Literal
 
 import torch
 from punica_batch_kernels.backend import REFERENCE, Kernels
@@ -16,6 +17,9 @@ from punica_batch.models.checkpoint import StoredTensor, check_unchanged, stored
 from punica_batch.models.config import ModelConfig
 from punica_batch.models.llama import LlamaModel
 from punica_batch.models.stream import stream_weights
+
+RandomWeights = Literal["normal", "vllm-dummy"]
+_DUMMY = 1e-3  # the bound of the values that vLLM's ``load_format="dummy"`` draws
 
 
 def load_model(
@@ -57,12 +61,16 @@ def random_weights(
     device: torch.device | str = "cpu",
     seed: int = 0,
     kernels: Kernels = REFERENCE,
+    values: RandomWeights = "normal",
 ) -> LlamaModel:
-    """A model of random weights (normal, deviation 0.02; norms 1), for benchmarks: same shapes and cost, no files."""
+    """A model of random weights, for benchmarks: same shapes and cost, no files. ``normal``: of deviation 0.02,
+    norms 1; ``vllm-dummy``: all uniform in ±0.001, norms too, as vLLM makes them (``initialize_dummy_weights``)."""
     model = LlamaModel(config, dtype, device, kernels)
     generator = torch.Generator(device=model.device).manual_seed(seed)
     for name, place in model.named_tensors().items():
-        if name.endswith("norm.weight"):
+        if values == "vllm-dummy":
+            place.uniform_(-_DUMMY, _DUMMY, generator=generator)
+        elif name.endswith("norm.weight"):
             place.fill_(1)
         else:
             place.normal_(0, 0.02, generator=generator)

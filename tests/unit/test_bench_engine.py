@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("matplotlib")
+from punica_batch import cli
 from punica_batch.bench import engine as engine_bench
 from punica_batch.bench import overhead
 from punica_batch.bench.device import Ceilings
@@ -32,6 +33,7 @@ from punica_batch.bench.timeline import (
     require_alike,
 )
 from punica_batch.bench.workbench import FOLDERS, Workbench, workbench
+from punica_batch.engine.engine import Engine
 from punica_batch.errors import JobError, UsageError
 from punica_batch.models.config import ModelConfig
 from punica_batch.types import JsonDict
@@ -264,6 +266,29 @@ def test_the_engine_command(tmp_path: Path) -> None:
     assert (tmp_path / "engine-tiny-float32-cpu.png").stat().st_size > 5000
 
 
+def test_weights_other_than_the_default_are_named_in_each_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And they are those that the engine runs with, by the command line."""
+    largest = []
+
+    def norms(bench: Workbench, selection: Selection, cap: int) -> Engine:
+        places = bench.model.named_tensors().items()
+        largest.append(max(float(place.abs().max()) for name, place in places if name.endswith("norm.weight")))
+        return engine(bench, selection, cap)
+
+    engine = engine_bench._engine
+    monkeypatch.setattr(engine_bench, "_engine", norms)
+    chosen = ["--loads", "label", "--caps", "3", "--adapters", "none", "--results", str(tmp_path)]
+    for weights in ([], ["--weights", "normal"], ["--weights", "vllm-dummy"]):
+        tiny = ["--model-shape", "tiny", "--dtype", "float32", "--device", "cpu"]
+        assert cli.execute(["bench", "engine", *tiny, *chosen, *weights]) == 0
+    named: dict[str, set[str | None]] = {}
+    for line in lines(tmp_path, "engine"):
+        named.setdefault(line["run"], set()).add(line["parameters"].get("weights"))
+    assert list(named.values()) == [{None}, {None}, {"vllm-dummy"}]
+    assert largest[:2] == [1, 1]
+    assert 0.0009 < largest[2] <= 0.001
+
+
 def test_the_overhead_command(tmp_path: Path) -> None:
     overhead.run(options(tmp_path))
     written = lines(tmp_path, "overhead")
@@ -276,7 +301,14 @@ def test_the_overhead_command(tmp_path: Path) -> None:
 
 
 def test_what_is_chosen_on_the_command_line() -> None:
-    given = {"loads": None, "caps": None, "adapters": None, "ranks": ((16,),), "batched_tokens": None}
+    given = {
+        "loads": None,
+        "caps": None,
+        "adapters": None,
+        "ranks": ((16,),),
+        "batched_tokens": None,
+        "weights": "normal",
+    }
     assert Selection().choose(**given) == Selection()
     chosen = Selection().choose(**given | {"loads": "chat", "caps": "8,64", "adapters": "none,distinct"})
     assert (chosen.loads, chosen.caps, chosen.adapters) == (("chat",), (8, 64), ("none", "distinct"))
@@ -288,7 +320,7 @@ def test_what_is_chosen_on_the_command_line() -> None:
         512,
         1000,
     ]
-    for wrong in ({"loads": "decoding"}, {"caps": "many"}, {"caps": "0"}, {"adapters": "zipf"}):
+    for wrong in ({"loads": "decoding"}, {"caps": "many"}, {"caps": "0"}, {"adapters": "zipf"}, {"weights": ""}):
         with pytest.raises(UsageError):
             Selection().choose(**given | wrong)
     with pytest.raises(UsageError, match="--ranks"):

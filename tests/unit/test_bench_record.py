@@ -153,6 +153,25 @@ def test_the_engines_table_has_the_latest_figure_of_each_point(tmp_path: Path, m
     assert "| step | decode | 32 | none | 16 | 0.5 ms |" in markdown(tmp_path, everything=True)
 
 
+def test_the_engines_table_keeps_weights_apart(tmp_path: Path) -> None:
+    """Whichever was measured last."""
+    about = {"load": "label", "cap": 256, "adapters": "none", "ranks": "16"}
+    for value, parameters in ((170.0, {}), (185.0, {"weights": "vllm-dummy"}), (186.0, {"weights": "vllm-dummy"})):
+        recorder = Recorder("engine", options(tmp_path), parameters=parameters)
+        recorder.write("matrix product", "TFLOP/s", value)
+        recorder.write("throughput", "rows/s", value, limit=200.0, headline=True, **about)
+        recorder.write("throughput", "rows/s", 2 * value, limit=400.0, headline=True, **about | {"cap": 32})
+    [whole] = latest_runs(read_lines(tmp_path))
+    assert sorted(line["median"] for line in whole) == [170.0, 170.0, 186.0, 186.0, 340.0, 372.0]
+    rows = [text for text in markdown(tmp_path).splitlines() if text.startswith("| label")]
+    assert rows == [
+        "| label | 32 | 16 | rows/s | 340 (85 %) a |",
+        "| label | 256 | 16 | rows/s | 170 (85 %) a |",
+        "| label, vllm-dummy weights | 32 | 16 | rows/s | 372 (93 %) a |",
+        "| label, vllm-dummy weights | 256 | 16 | rows/s | 186 (93 %) a |",
+    ]
+
+
 def test_the_readmes_table_is_that_of_the_results() -> None:
     root = Path(__file__).parents[2]
     printed = markdown(root / "benchmarks" / "results").split("\n\n**")[0]

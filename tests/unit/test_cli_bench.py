@@ -184,6 +184,7 @@ def test_wrong_options(arguments: list[str], named: str, capsys: pytest.CaptureF
         (["--batched-tokens", "-1"], "--batched-tokens -1"),
         (["--caps", "4,32", "--batched-tokens", "31"], "--batched-tokens 31: not from 32"),
         (["--batched-tokens", "99999999"], "--batched-tokens 99999999"),
+        (["--weights", "dummy"], "--weights dummy: not one of normal, vllm-dummy"),
     ],
 )
 def test_wrong_options_of_the_engine(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -167,3 +167,14 @@ def test_random_weights_are_reproducible_and_run(tmp_path: Path, prompts: list[T
     assert torch.equal(a.embed_tokens, b.embed_tokens)
     assert not torch.equal(a.embed_tokens, c.embed_tokens)
     assert all(torch.isfinite(x).all() for x in Driver(a, prompts).run("whole"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_weights_as_vllms_dummy_loader_makes_them(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Norms are no exception; a uniform variable's deviation is its bound over the root of 3."""
+    save_hf_model("qwen3", tmp_path)
+    made = random_weights(ModelConfig.from_folder(tmp_path), dtype, values="vllm-dummy").named_tensors()
+    bound = float(torch.tensor(0.001).to(dtype))
+    assert all(bool((place.abs() <= bound).all()) for place in made.values())
+    for values in (made["model.embed_tokens.weight"].flatten(), *(v for k, v in made.items() if "norm" in k)):
+        assert float(values.float().std()) == pytest.approx(0.001 / 3**0.5, rel=0.5 if len(values) < 1000 else 0.05)
