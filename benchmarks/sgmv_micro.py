@@ -5,7 +5,7 @@
 The limit is what must move through device memory, at the copy bandwidth given in TB/s: at decode each adapter's
 weights once (activations stay in the cache), at prefill x read once, y read and written. ``--products`` also times the
 step's matrix products without and with the add-on, in one graph each: what the adapters cost where it counts; with it
-once after the products, once beside them and once before them. ``--eager`` times the host: launches outside of a graph.
+once after the products and once beside them. ``--eager`` times the host: launches outside of a graph.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 from punica_batch_kernels.sgmv import triton_backend
-from punica_batch_kernels.sgmv.linear import OrderedLinear, base_first, base_last
+from punica_batch_kernels.sgmv.linear import OrderedLinear, base_first
 from punica_batch_kernels.sgmv.slot_table import SlotTables
 from punica_batch_kernels.sgmv.tiles import RowTiles, build_tiles
 from punica_batch_kernels.sgmv.types import LoraGroup, Segments, SlotWeights
@@ -143,7 +143,7 @@ def products(
     segments: Segments | None = None,
     order: str = "first",
 ) -> Callable[[], None]:
-    """``order``: of the base products, "first", "beside" or "last"."""
+    """``order``: of the base products, "first" or "beside"."""
     xs, _ = activations(rows, dtype)
     beside = OrderedLinear(CUDA).side_by_side
 
@@ -152,16 +152,10 @@ def products(
             x, base = xs[i % len(GROUPS)], partial(functional.linear, weight=weight)
             if model is None or segments is None:
                 base(x)
-            elif order == "last":
-                base_last(partial(add_product, weight=weight), x, model.groups[i], segments)
             else:
                 (base_first if order == "first" else beside)(base, x, model.groups[i], segments)
 
     return step
-
-
-def add_product(y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return y.addmm_(x, weight.t())
 
 
 def eager_us(model: Model, segments: Segments, rows: int, dtype: torch.dtype) -> float:
@@ -211,7 +205,7 @@ def main() -> None:
         weights = [torch.empty(shape, dtype=dtype, device=CUDA).normal_(std=0.02) for shape in shapes]
     print(f"{torch.cuda.get_device_name()}, rank {args.rank}, {args.dtype}; ms a step of {LAYERS} layers")
     columns = ["phase", "rows", "adapters", "tiles", "limit", "add-on", "x limit"]
-    columns += ["products", "+ add-on", "beside", "before"] * args.products + ["µs a launch"] * args.eager
+    columns += ["products", "+ add-on", "beside"] * args.products + ["µs a launch"] * args.eager
     print("| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|")
     for phase, rows, kind, lengths in cases(args.rows):
         segments = segments_for(lengths)
@@ -222,7 +216,7 @@ def main() -> None:
         line = f"| {phase} | {rows} | {kind} | {tiles} | {limit:.2f} | {took:.2f} | {took / limit:.2f} |"
         if args.products:
             steps = [products(weights, rows, dtype)]
-            steps += [products(weights, rows, dtype, model, segments, order) for order in ("first", "beside", "last")]
+            steps += [products(weights, rows, dtype, model, segments, order) for order in ("first", "beside")]
             line += "".join(f" {milliseconds(graph_of(step)):.2f} |" for step in steps)
         if args.eager:
             line += f" {eager_us(model, segments, sum(lengths), dtype):.1f} |"

@@ -20,7 +20,7 @@ from punica_batch_kernels.elementwise.types import RopeAndWriteKV
 from punica_batch_kernels.native.kernels import NativeKernels, load_native
 from punica_batch_kernels.prebuild import build_missing
 from punica_batch_kernels.products.reference import add_linear
-from punica_batch_kernels.sgmv import AddLora, LoraLinear, backend_for
+from punica_batch_kernels.sgmv import AddLora, FusedProducts, LoraLinear, backend_for
 from punica_batch_kernels.sgmv import reference as sgmv_reference
 from punica_batch_kernels.sgmv.types import LoraGroup, Segments
 
@@ -76,6 +76,7 @@ class Kernels:
     rope_and_write_kv: RopeAndWriteKV = elementwise_reference.rope_and_write_kv
     silu_and_mul: SiluAndMul = elementwise_reference.silu_and_mul
     ordered_lora_linear: LoraLinear | None = None
+    fused: FusedProducts | None = None
     capturable: bool = False
     note: str | None = None
 
@@ -85,11 +86,10 @@ class Kernels:
         x: Tensor,
         group: LoraGroup,
         segments: Segments,
-        add_base: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> Tensor:
         """``sgmv.LoraLinear``, in the order that the backend finds fastest."""
         if self.ordered_lora_linear is not None:
-            return self.ordered_lora_linear(base, x, group, segments, add_base)
+            return self.ordered_lora_linear(base, x, group, segments)
         y = base(x)
         self.add_lora(y, x, group, segments)
         return y
@@ -150,7 +150,7 @@ def _with_elementwise(kernels: Kernels, dtype: torch.dtype, device: torch.device
         return kernels
     from punica_batch_kernels.elementwise.triton_rope import rope_and_write_kv
 
-    kernels = replace(kernels, rope_and_write_kv=rope_and_write_kv)
+    kernels = replace(kernels, rope_and_write_kv=rope_and_write_kv, fused=backend_for(device).fused)
     try:
         with torch.cuda.device(device):
             backend = FlashInferElementwise(dtype, device)

@@ -184,7 +184,9 @@ class ModelRunner:
             count = family.num_tiles
             if shape is not None:  # twice as many tiles of single rows cost 1 %: a shape needs but one graph
                 count = tile_bucket(shape.num_tokens if family.block_m == PER_ROW else count)
-            tiles.append((family.block_m, cut_tiles(seg_indptr, family.lora_indices, family.block_m, count)))
+            tiles.append(
+                (family.block_m, cut_tiles(seg_indptr, slots, family.block_m, count, segments=family.segments))
+            )
         return tiles
 
     @property

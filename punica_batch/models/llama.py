@@ -100,10 +100,14 @@ class DecoderLayer:
         """The heads' outputs, [T, heads * head_dim], for the residual stream ``residual`` [T, hidden]."""
         config, kernels = self.config, self.kernels
         x = kernels.rms_norm(residual, self.input_norm, config.rms_norm_eps)
-        heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        qkv = self._project(self.qkv, x, step.segments, lora.qkv if lora else None)
-        qkv = qkv.view(-1, heads + 2 * kv_heads, head_dim)
-        kernels.rope_and_write_kv(qkv, heads, self.qk_norm, step.cos, step.sin, *cache, step.meta.slot_mapping)
+        heads = config.num_attention_heads
+        rotation = (heads, self.qk_norm, step.cos, step.sin, *cache, step.meta.slot_mapping)
+        if lora is not None and kernels.fused is not None and kernels.fused.serves(step.segments):
+            qkv = kernels.fused.rope_and_write_kv(self.qkv.apply, x, lora.qkv, step.segments, *rotation)
+        else:
+            qkv = self._project(self.qkv, x, step.segments, lora.qkv if lora else None)
+            qkv = qkv.view(-1, heads + 2 * config.num_key_value_heads, config.head_dim)
+            kernels.rope_and_write_kv(qkv, *rotation)
         out = kernels.paged_attention(
             qkv[:, :heads], *cache, step.meta, scale=self.scale, window=self.window, plan=step.plans[self.window]
         )
@@ -114,16 +118,16 @@ class DecoderLayer:
         kernels = self.kernels
         self._add_projection(residual, self.o, heads, segments, lora.o if lora else None)
         x = kernels.rms_norm(residual, self.post_attention_norm, self.config.rms_norm_eps)
-        gate_up = self._project(self.gate_up, x, segments, lora.gate_up if lora else None)
-        x = kernels.silu_and_mul(gate_up)
+        if lora is not None and kernels.fused is not None and kernels.fused.serves(segments):
+            x = kernels.fused.silu_and_mul(self.gate_up.apply, x, lora.gate_up, segments)
+        else:
+            x = kernels.silu_and_mul(self._project(self.gate_up, x, segments, lora.gate_up if lora else None))
         self._add_projection(residual, self.down, x, segments, lora.down if lora else None)
 
     def _project(self, linear: Linear, x: Tensor, segments: Segments, group: LoraGroup | None) -> Tensor:
         if group is None:
             return linear.apply(x)
-        # with a bias the sum takes more than the product
-        add_base = linear.add_to if linear.bias is None else None
-        return self.kernels.lora_linear(linear.apply, x, group, segments, add_base)
+        return self.kernels.lora_linear(linear.apply, x, group, segments)
 
     def _add_projection(
         self, residual: Tensor, linear: Linear, x: Tensor, segments: Segments, group: LoraGroup | None

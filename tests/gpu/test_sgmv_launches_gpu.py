@@ -7,7 +7,7 @@ import torch
 from punica_batch_kernels.sgmv import backend_for
 from punica_batch_kernels.sgmv.tiles import GROUPED, PER_ROW, RowTiles, plan_families, tile_bucket
 from punica_batch_kernels.sgmv.types import LoraGroup, Segments
-from sgmv_cases import check, expected, make_group, make_segments, refill
+from sgmv_cases import TOLERANCE, check, expected, make_group, make_segments, refill
 from torch import Tensor
 from torch.nn import functional
 
@@ -87,61 +87,59 @@ MANY_ROWS = {
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("kind", MANY_ROWS)
-def test_many_rows_take_the_base_product_last(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As near to the truth as the other way round; base rows get the product alone, and nothing waits."""
-    from punica_batch_kernels.sgmv import linear
+def test_large_prefills_have_the_expand_inside(kind: str, dtype: torch.dtype) -> None:
+    """Q/K/V's in the rotation, with 4, 1 and 1 heads of 128, and gate's and up's in the activation; nothing waits."""
+    from punica_batch_kernels.sgmv.linear import TritonFusedProducts
 
+    fused, close = TritonFusedProducts(), {"atol": TOLERANCE[dtype] * 2, "rtol": TOLERANCE[dtype] * 2}
     group, segments, x, weight = layers_and_adapters(dtype, MANY_ROWS[kind])
-    weight *= 4  # by far the larger part, as in a model
-    run = linear.OrderedLinear(CUDA)
+    assert fused.serves(segments)
+    wide = make_group([(16, 16), (5, 0), (0, 0), (100, 9)], 1024, (1408, 1408), empty(dtype))
+    wide_weight = (torch.randn(2816, 1024, device=CUDA) / 32).to(dtype)
+    rows = x.shape[0]
+    angles = torch.randn(rows, 1, 64, device=CUDA)
+    cos, sin, slots = angles.cos(), angles.sin(), torch.randperm(rows + 32, device=CUDA)[:rows]
+    caches = [torch.zeros(-(-rows // 16) + 2, 16, 1, 128, dtype=dtype, device=CUDA) for _ in range(2)]
 
-    def base(x: Tensor) -> Tensor:
-        return functional.linear(x, weight)
+    def both() -> tuple[Tensor, Tensor]:
+        qkv = fused.rope_and_write_kv(
+            lambda x: functional.linear(x, weight), x, group, segments, 4, None, cos, sin, caches[0], caches[1], slots
+        )
+        return qkv, fused.silu_and_mul(lambda x: functional.linear(x, wide_weight), x, wide, segments)
 
-    def add_base(y: Tensor, x: Tensor) -> Tensor:
-        return y.addmm_(x, weight.t())
-
-    first = run(base, x, group, segments)
-    run(base, x, group, segments, add_base)
-    torch.full((x.shape[0], sum(WIDTHS)), float("nan"), dtype=dtype, device=CUDA)  # what is allocated next holds NaN
+    both()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        monkeypatch.setattr(linear, "base_first", None)
-        last = run(base, x, group, segments, add_base)
+        qkv, out = both()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    want = expected(x.double() @ weight.double().t(), x, group, segments)
-    assert torch.isfinite(last).all()
-    # at best the add-on alone is rounded twice; where the BLAS rounds its product before it adds, both are
-    assert (last - want).norm() <= 1.02 * (first - want).norm()
-    for i, slot in enumerate(segments.lora_indices):
-        if slot < 0:
-            rows = slice(*segments.seg_indptr[i : i + 2])
-            torch.testing.assert_close(last[rows], first[rows], atol=2e-3, rtol=2e-2)
+    gate, up = expected(x.double() @ wide_weight.double().t(), x, wide, segments).chunk(2, dim=1)
+    torch.testing.assert_close(out.double(), functional.silu(gate) * up, **close)
+    want = expected(x.double() @ weight.double().t(), x, group, segments).view(rows, 6, 128)
+    first, second = want[:, :5].chunk(2, dim=-1)
+    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    torch.testing.assert_close(qkv[:, :4].double(), turned[:, :4], **close)
+    torch.testing.assert_close(caches[0].flatten(0, 1)[slots].double(), turned[:, 4:], **close)
+    torch.testing.assert_close(caches[1].flatten(0, 1)[slots].double(), want[:, 5:], **close)
 
 
 @pytest.mark.parametrize("rows", [400, 700])
-def test_in_a_graph_the_base_product_stays_first(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A replay may have base rows where the capture had none."""
+def test_a_graph_is_replayed_with_base_rows(rows: int) -> None:
     from punica_batch_kernels.sgmv import linear
 
     group, segments, x, weight = layers_and_adapters(torch.float16, [(0, rows)])
     run = linear.OrderedLinear(CUDA)
 
-    def add_base(y: Tensor, x: Tensor) -> Tensor:
-        return y.addmm_(x, weight.t())
-
     def step() -> Tensor:
-        return run(lambda x: functional.linear(x, weight), x, group, segments, add_base)
+        return run(lambda x: functional.linear(x, weight), x, group, segments)
 
     step()
-    monkeypatch.setattr(linear, "base_last", None)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = step()
     assert segments.tiles is not None
-    refill(segments.tiles[0], [0, 5, rows], [-1, 0])
+    refill(segments.tiles[0], [0, 5, rows - 59], [-1, 0])
     graph.replay()
     want = functional.linear(x[:5], weight)
     torch.testing.assert_close(y[:5], want)
@@ -159,7 +157,7 @@ def test_room_for_many_more_tiles(block_m: int) -> None:
 def static_tiles(starts: list[int], slots: list[int]) -> tuple[RowTiles, ...]:
     """Padded to buckets, as an engine with static buffers has them."""
     return tuple(
-        RowTiles.build(starts, family.lora_indices, CUDA, family.block_m, tile_bucket(family.num_tiles))
+        RowTiles.build(starts, slots, CUDA, family.block_m, tile_bucket(family.num_tiles), family.segments)
         for family in plan_families(starts, slots)
     )
 

@@ -29,7 +29,7 @@ if not INTERPRETED:
 else:
     from punica_batch_kernels.sgmv import linear, triton_backend, triton_config
 
-    plan = triton_backend._plan
+    plan = triton_backend._cached_plan
 
     @pytest.fixture(autouse=True)
     def nan_filled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +109,7 @@ else:
         assert torch.equal(y[0, 0], y[1, 0])
         assert not torch.equal(y[0, 4], y[1, 4])
 
-    @pytest.mark.parametrize("block_m", FAMILIES)
+    @pytest.mark.parametrize("block_m", [PER_ROW, GROUPED])
     def test_programs_are_shared_by_the_tiles_in_use(block_m: int, monkeypatch: pytest.MonkeyPatch) -> None:
         """Room for many more tiles, in turn where the expand has fewer programs; few, many and no tiles in use."""
         monkeypatch.setitem(triton_config._SHRINK_PROGRAMS, block_m, 24)
@@ -117,58 +117,21 @@ else:
         like = torch.empty(0, dtype=torch.float32)
         group = make_group([(4, 4), (40, 8), (0, 3)], 136 + block_m, WIDTHS[:2], like)
         plans = []
-        monkeypatch.setattr(triton_backend, "_plan", lambda *args: plans.append(plan(*args)) or plans[-1])
+        monkeypatch.setattr(triton_backend, "_cached_plan", lambda *args: plans.append(plan(*args)) or plans[-1])
         for layout in ([(0, 3)], [(1, 2), (-1, 4), (2, 1)], [(i % 3, 1) for i in range(11)], [(-1, 4)]):
             segments = make_segments(layout, CPU, block_m, num_tiles=20)
             check(triton_backend.add_lora, group, segments, like)
         assert all(used.in_turn for used in plans)
 
-    def written_first(y: Tensor, x: Tensor, group: LoraGroup, segments: Segments) -> None:
-        v = triton_backend.empty_v(x, group, segments)
-        triton_backend.sgmv_shrink(v, x, group, segments)
-        before = y.clone()
-        y.fill_(math.nan)
-        triton_backend.sgmv_expand(y, v, group, segments, accumulate=False)
-        is_base = torch.tensor([slot < 0 for slot in segments.lora_indices])
-        is_base = is_base.repeat_interleave(torch.tensor(segments.lengths))
-        assert torch.isnan(y[is_base]).all(), "base rows are in no tile"
-        y += before
-
-    @pytest.mark.parametrize("block_m", [*FAMILIES, None])
-    def test_rows_with_adapters_are_written_whatever_they_held(block_m: int | None) -> None:
-        """Zeros where the adapter has nothing for a slice or for the group; all families in one step, too."""
-        like = torch.empty(0, dtype=torch.float32)
-        ranks = [(8, 0, 8), (5, 0, 0), (0, 0, 0), (0, 33, 20)]
-        group = make_group(ranks, 72, WIDTHS, like)
-        layout = [(0, 520), (3, 5)] + [(1, 1)] * 18 if block_m is None else [(0, 3), (2, 2), (-1, 2), (3, 19), (1, 1)]
-        check(written_first, group, make_segments(layout, CPU, block_m), like)
-
-    @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.parametrize("with_base_rows", [False, True])
-    def test_the_base_product_may_come_last(with_base_rows: bool, dtype: torch.dtype) -> None:
-        """Base rows get just the product. What is rounded twice is then the add-on: where it is the smaller part, the
-        result is nearer to the truth than with the base product rounded twice."""
-        like = torch.empty(0, dtype=dtype)
-        group = make_group([(4, 4), (20, 0), (0, 0)], 72, WIDTHS[:2], like)
-        for weights in group.slots[:2]:
-            assert weights is not None
-            weights.a.mul_(0.05)
-        layout = [(0, 9), (-1, 3 * with_base_rows), (1, 5), (2, 4), (1, 1)]
-        segments = make_segments(layout, CPU)
-        x = torch.randn(segments.seg_indptr[-1], 72).to(dtype)
-        weight = torch.randn(sum(WIDTHS[:2]), 72) / 72**0.5
-
-        def add_base(y: Tensor, x: Tensor) -> Tensor:
-            return y.copy_(y.float() + x.float() @ weight.t())
-
-        want = expected((x.double() @ weight.t().double()), x, group, segments)
-        last = linear.base_last(add_base, x, group, segments)
-        first = linear.base_first(lambda x: (x.float() @ weight.t()).to(dtype), x, group, segments)
-        rows = 3 * with_base_rows
-        without = torch.cat([torch.arange(9, 9 + rows), torch.arange(14 + rows, 18 + rows)])  # base rows, slot 2's
-        assert torch.equal(last[without], (x[without].float() @ weight.t()).to(dtype))
-        assert (last - want).norm() < (first - want).norm() or dtype == torch.float32
-        torch.testing.assert_close(last.double(), want, atol=4e-3, rtol=4e-3)
+    def test_a_large_prefill_takes_all_rows_along() -> None:
+        """Segments long and short, base rows between them, ranks above what the expand holds; columns of several
+        blocks, the last of them not whole."""
+        like = torch.empty(0, dtype=torch.float16)
+        group = make_group([(8, 0, 8), (5, 0, 0), (0, 0, 0), (0, 70, 20)], 1000, (1096, 40, 200), like)
+        segments = make_segments([(0, 520), (-1, 3), (3, 5), *[(1, 1)] * 18, (2, 2)], CPU)
+        assert segments.tiles is not None
+        assert [tiles.block_m for tiles in segments.tiles] == [PREFILL]
+        check(triton_backend.add_lora, group, segments, like)
 
     @pytest.mark.parametrize("rows", [100, 600])
     def test_both_parts_are_added_to_an_older_tensor(rows: int) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from aot import A100_SHARED_MEMORY, NEEDS_COMPILER, Launch, compile_for
-from punica_batch_kernels.sgmv import triton_backend
+from punica_batch_kernels.elementwise.types import QKNorm
+from punica_batch_kernels.sgmv import fused, triton_backend
 from punica_batch_kernels.sgmv.tiles import GROUPED, PER_ROW, PREFILL, RowTiles
 from punica_batch_kernels.sgmv.triton_config import Config, load_table
 from punica_batch_kernels.sgmv.triton_expand import expand_kernel
@@ -32,8 +33,7 @@ def recorder(kernel: Any, launches: list[Launch]) -> Callable[..., None]:
 def launches_of(
     group: LoraGroup, block_m: int, num_tiles: int, capability: int, config: Config | None, monkeypatch: Any
 ) -> list[Launch]:
-    """What ``add_lora`` launches for as many tiles, and an expand that writes; all dimensions but the tiles' are the
-    group's."""
+    """What ``add_lora`` launches for as many tiles; all dimensions but the tiles' are the group's."""
     launches: list[Launch] = []
     monkeypatch.setattr(triton_backend, "launch_shrink", recorder(shrink_kernel, launches))
     monkeypatch.setattr(triton_backend, "launch_expand", recorder(expand_kernel, launches))
@@ -44,9 +44,7 @@ def launches_of(
     x = torch.empty(num_tiles, group.in_features, dtype=group.table.dtype)
     y = torch.empty(num_tiles, group.out_offsets[-1], dtype=group.table.dtype)
     triton_backend.add_lora(y, x, group, segments, config=config)
-    v = triton_backend.empty_v(x, group, segments, config)
-    triton_backend.sgmv_expand(y, v, group, segments, config, accumulate=False)
-    assert len(launches) == 3
+    assert len(launches) == 2
     return launches
 
 
@@ -75,6 +73,42 @@ def test_compiles_within_shared_memory(
         assert ("mma" in text) == (block_m != PER_ROW and dtype != torch.float32), "one row takes no tensor cores"
         if dtype != torch.float32:
             assert "ld.global.b16" not in text.replace("::", "."), "weights and activations load 16 bytes at a time"
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(
+    ("dtype", "max_rank"), [(torch.float16, 16), (torch.bfloat16, 64), (torch.bfloat16, 128)], ids=str
+)
+def test_the_fused_expand_compiles(
+    dtype: torch.dtype, max_rank: int, capability: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an 8B model's shape, with and without the heads' norms."""
+    launches: list[Launch] = []
+    monkeypatch.setattr(fused, "launch_silu", recorder(fused.expand_silu_kernel, launches))
+    monkeypatch.setattr(fused, "launch_rope", recorder(fused.expand_rope_kernel, launches))
+    monkeypatch.setattr(fused, "has_pdl", lambda device: capability >= 90)
+    rows, heads, dim = 64, (32, 8, 8), 128
+    segments = Segments((0,), (), (RowTiles(torch.zeros(rows, 4, dtype=torch.int32), PREFILL),))
+    qkv = torch.empty(rows, sum(heads), dim, dtype=dtype)
+    group = group_of(4096, tuple(n * dim for n in heads), max_rank, dtype)
+    v = triton_backend.empty_v(qkv.flatten(1), group, segments)
+    angles, cache = torch.empty(rows, 1, dim // 2), torch.empty(8, 16, heads[1], dim, dtype=dtype)
+    for norm in (None, QKNorm(qkv[0, 0], qkv[0, 1], 1e-6)):
+        fused.expand_rope_and_write_kv(
+            qkv, v, group, segments, heads[0], norm, angles, angles, cache, cache, torch.zeros(rows, dtype=torch.int64)
+        )
+    group = group_of(4096, (14336, 14336), max_rank, dtype)
+    gate_up = torch.empty(rows, 28672, dtype=dtype)
+    fused.expand_silu(gate_up, triton_backend.empty_v(gate_up, group, segments), group, segments)
+    assert len(launches) == 3
+    for kernel, args, kwargs in launches:
+        compiled = compile_for(capability, kernel, args, kwargs)
+        assert compiled.metadata.shared <= A100_SHARED_MEMORY
+        text = compiled.asm["ptx"]
+        assert ("griddepcontrol" in text) == (capability >= 90)
+        assert "ld.global.b16" not in text.replace("::", ".")
+        assert "st.global.v4" in text
+        assert ("cp.async" in text) == (max_rank <= 64), "blocks of columns are under way side by side"
 
 
 def test_every_tuned_configuration_fits(monkeypatch: pytest.MonkeyPatch) -> None:

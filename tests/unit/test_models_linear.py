@@ -42,12 +42,10 @@ def test_adapters_are_added_to_the_same_tensor(has_bias: bool) -> None:
     torch.testing.assert_close(y.double(), want, atol=1e-4, rtol=1e-5)
 
 
-@pytest.mark.parametrize("with_add", [False, True])
-def test_kernels_that_keep_to_one_order_need_no_sum_in_place(with_add: bool) -> None:
+def test_without_adapters_it_is_the_product() -> None:
     linear = Linear(torch.randn(24, 40), None, REFERENCE)
     x, group, segments = torch.randn(7, 40), LoraGroup(40, (0, 24), [None]), Segments.build([0, 7], [0])
-    got = REFERENCE.lora_linear(linear.apply, x, group, segments, linear.add_to if with_add else None)
-    assert torch.equal(got, functional.linear(x, linear.weight))
+    assert torch.equal(REFERENCE.lora_linear(linear.apply, x, group, segments), linear.apply(x))
 
 
 def test_either_way_is_the_kernels_own() -> None:

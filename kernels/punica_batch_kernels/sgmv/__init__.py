@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from punica_batch_kernels.elementwise.types import QKNorm
 from punica_batch_kernels.sgmv import reference
 from punica_batch_kernels.sgmv.types import LoraGroup, Segments
 
@@ -20,21 +21,39 @@ class AddLora(Protocol):
 
 
 class LoraLinear(Protocol):
-    """What ``base(x)`` returns, [T, out], with the adapters of ``group`` added to it in place.
+    """What ``base(x)`` returns, [T, out], with the adapters of ``group`` added to it in place: a new tensor, or
+    an older one that ``base`` has added its product to."""
 
-    It is a new tensor, or an older one that ``base`` has added its product to. ``add_base(y, x)``: adds to y in place
-    what ``base`` puts into a new tensor, and returns y, for backends that would have the adapters' part there first;
-    None: ``base`` is to be called.
-    """
+    def __call__(self, base: Callable[[Tensor], Tensor], x: Tensor, group: LoraGroup, segments: Segments) -> Tensor: ...
 
-    def __call__(
+
+class FusedProducts(Protocol):
+    """A layer's wide products with adapters and what follows them, in steps that it ``serves``: large prefills."""
+
+    def serves(self, segments: Segments) -> bool:
+        """Whether steps of these segments are to be given to it."""
+        ...
+
+    def rope_and_write_kv(
         self,
         base: Callable[[Tensor], Tensor],
         x: Tensor,
         group: LoraGroup,
         segments: Segments,
-        add_base: Callable[[Tensor, Tensor], Tensor] | None = None,
-    ) -> Tensor: ...
+        num_heads: int,
+        norm: QKNorm | None,
+        cos: Tensor,
+        sin: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+    ) -> Tensor:
+        """``base(x)`` with the adapters added as [T, heads, head_dim], after ``elementwise.types.RopeAndWriteKV``."""
+        ...
+
+    def silu_and_mul(self, base: Callable[[Tensor], Tensor], x: Tensor, group: LoraGroup, segments: Segments) -> Tensor:
+        """silu(gate) * up of ``base(x)`` with the adapters added."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +68,17 @@ class SgmvBackend:
     sgmv_expand: Callable[[Tensor, Tensor, LoraGroup, Segments], None]
     add_lora: AddLora
     lora_linear: LoraLinear | None = None
+    fused: FusedProducts | None = None
 
 
 def backend_for(device: torch.device) -> SgmvBackend:
     """Triton on CUDA devices, plain torch elsewhere. Triton is imported only where it is used."""
     if device.type == "cuda":
         from punica_batch_kernels.sgmv import triton_backend as triton
-        from punica_batch_kernels.sgmv.linear import OrderedLinear
+        from punica_batch_kernels.sgmv.linear import OrderedLinear, TritonFusedProducts
 
-        return SgmvBackend("triton", triton.sgmv_shrink, triton.sgmv_expand, triton.add_lora, OrderedLinear(device))
+        return SgmvBackend(
+            "triton", triton.sgmv_shrink, triton.sgmv_expand, triton.add_lora, OrderedLinear(device),
+            TritonFusedProducts(),
+        )  # fmt: skip
     return SgmvBackend("reference", reference.sgmv_shrink, reference.sgmv_expand, reference.add_lora)

@@ -8,16 +8,15 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from punica_batch_kernels.elementwise.types import QKNorm
+from punica_batch_kernels.sgmv import fused
 from punica_batch_kernels.sgmv.triton_backend import add_lora, empty_v, has_tiles, sgmv_expand, sgmv_shrink
 from punica_batch_kernels.sgmv.types import LoraGroup, Segments
 
 Base = Callable[[Tensor], Tensor]
-AddBase = Callable[[Tensor, Tensor], Tensor]
 
 # Up to as many rows the base product leaves the tensor cores and some of the launch latency to others: measured.
 MAX_FEW = 64
-# Up to as many rows y stays in the cache; beyond, what counts is how often it is read and written.
-MAX_CACHED = 512
 
 
 class OrderedLinear:
@@ -25,7 +24,7 @@ class OrderedLinear:
     tensor, or an older one that ``base`` adds its product to, such as the residual stream.
 
     While a graph is captured, few rows take ``side_by_side``: a replay pays nothing for the fork, which on the eager
-    path would cost the host more than the shrink takes. Outside of graphs, many rows take ``base_last``.
+    path would cost the host more than the shrink takes.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -35,18 +34,9 @@ class OrderedLinear:
     def _side(self) -> torch.cuda.Stream:
         return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
-    def __call__(
-        self, base: Base, x: Tensor, group: LoraGroup, segments: Segments, add_base: AddBase | None = None
-    ) -> Tensor:
-        """``add_base(y, x)``: adds to y what ``base`` puts into a new tensor, and returns y; None where ``base`` itself
-        adds to an older one, or such a sum is not to be had."""
-        rows = x.shape[0]
-        if has_tiles(segments):
-            if rows <= MAX_FEW and torch.cuda.is_current_stream_capturing():
-                return self.side_by_side(base, x, group, segments)
-            # not in a graph, whose replays have other base rows than its capture
-            if rows > MAX_CACHED and add_base is not None and not torch.cuda.is_current_stream_capturing():
-                return base_last(add_base, x, group, segments)
+    def __call__(self, base: Base, x: Tensor, group: LoraGroup, segments: Segments) -> Tensor:
+        if x.shape[0] <= MAX_FEW and has_tiles(segments) and torch.cuda.is_current_stream_capturing():
+            return self.side_by_side(base, x, group, segments)
         return base_first(base, x, group, segments)
 
     def side_by_side(self, base: Base, x: Tensor, group: LoraGroup, segments: Segments) -> Tensor:
@@ -73,13 +63,39 @@ def base_first(base: Base, x: Tensor, group: LoraGroup, segments: Segments) -> T
     return y
 
 
-def base_last(add_base: AddBase, x: Tensor, group: LoraGroup, segments: Segments) -> Tensor:
-    """The add-on written, then the base product summed onto it, which reads what it adds to at next to no cost: y is
-    read once less."""
-    v = empty_v(x, group, segments)
+class TritonFusedProducts:
+    """``FusedProducts`` by the kernels of ``fused``."""
+
+    def serves(self, segments: Segments) -> bool:
+        return fused.serves(segments)
+
+    def rope_and_write_kv(
+        self,
+        base: Base,
+        x: Tensor,
+        group: LoraGroup,
+        segments: Segments,
+        num_heads: int,
+        norm: QKNorm | None,
+        cos: Tensor,
+        sin: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+    ) -> Tensor:
+        y, v = _product_and_v(base, x, group, segments)
+        qkv = y.view(y.shape[0], -1, k_cache.shape[3])
+        fused.expand_rope_and_write_kv(
+            qkv, v, group, segments, num_heads, norm, cos, sin, k_cache, v_cache, slot_mapping
+        )
+        return qkv
+
+    def silu_and_mul(self, base: Base, x: Tensor, group: LoraGroup, segments: Segments) -> Tensor:
+        y, v = _product_and_v(base, x, group, segments)
+        return fused.expand_silu(y, v, group, segments)
+
+
+def _product_and_v(base: Base, x: Tensor, group: LoraGroup, segments: Segments) -> tuple[Tensor, Tensor]:
+    y, v = base(x), empty_v(x, group, segments)
     sgmv_shrink(v, x, group, segments)
-    # rows with adapters are in one tile each and written there, whatever they held; base rows are in none
-    new = torch.zeros if -1 in segments.lora_indices else torch.empty
-    y = new(x.shape[0], group.out_offsets[-1], dtype=x.dtype, device=x.device)
-    sgmv_expand(y, v, group, segments, accumulate=False)
-    return add_base(y, x)
+    return y, v

@@ -65,7 +65,9 @@ class SlotTables:
         self._max_rank = max_rank
         self._dtype = dtype
         num_slots = len(self._groups[0].slots)
-        self.entries = torch.zeros(num_slots, len(self._groups), _COLUMNS, dtype=torch.int64, device=device)
+        # the row before the first is that of slot -1, which adds nothing
+        rows = torch.zeros(1 + num_slots, len(self._groups), _COLUMNS, dtype=torch.int64, device=device)
+        self.entries = rows[1:]
         for i, group in enumerate(self._groups):
             group.table = SlotTable(self.entries[:, i], max_rank, dtype)
         for slot in range(num_slots):

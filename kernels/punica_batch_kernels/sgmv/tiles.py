@@ -14,9 +14,8 @@ from torch import Tensor
 # Rows of a tile in each family: per row (no tensor cores), grouped decode, prefill.
 PER_ROW, GROUPED, PREFILL = 1, 16, 64
 
-# Long segments get launches of their own once they hold as many rows as no decode step has; beside them, so do the
-# other segments once they are more than a few.
-_LONG, _MIN_LONG_ROWS, _FEW = 32, 512, 16
+# Segments of so many rows are long; where they hold as many rows in all as no decode step has, it is a prefill.
+_LONG, _MIN_LONG_ROWS = 32, 512
 
 # What a tile, another row of an adapter that was just read for one, and another pair of launches in every layer cost,
 # in adapters read for a row of its own (estimated from an H200's times at rank 16).
@@ -27,11 +26,11 @@ IntSequence = Sequence[int] | NDArray[np.integer[Any]]
 
 @dataclass(frozen=True, slots=True)
 class RowTiles:
-    """Tiles of at most ``block_m`` consecutive rows of one adapter; base rows are in none.
+    """Tiles of at most ``block_m`` consecutive rows of one adapter, or of none.
 
-    ``entries`` int32 [N, 4]: first row, number of rows (0: the tile is unused), slot, and how many tiles share the
-    kernels' programs: those in use, rounded up by ``tile_bucket``, so that a row's sums depend on no more than that. N
-    fixes the grids, so a captured graph can be replayed with other values in the same buffer.
+    ``entries`` int32 [N, 4]: first row, number of rows (0: the tile is unused), slot (-1: base rows), and how many
+    tiles share the kernels' programs: those in use, rounded up by ``tile_bucket``, so that a row's sums depend on no
+    more than that. N fixes the grids, so a captured graph can be replayed with other values in the same buffer.
     """
 
     entries: Tensor
@@ -45,56 +44,49 @@ class RowTiles:
         device: torch.device | str,
         block_m: int,
         num_tiles: int | None = None,
+        segments: NDArray[np.bool_] | None = None,
     ) -> RowTiles:
-        """Tiles of these segments in a buffer of their own: ``num_tiles`` of them, as many as are needed by default.
-
-        Raises ``ValueError`` when ``num_tiles`` are too few.
-        """
-        return cls(torch.from_numpy(cut_tiles(seg_indptr, lora_indices, block_m, num_tiles)).to(device), block_m)
+        """Tiles in a buffer of their own, as ``cut_tiles`` makes them."""
+        entries = cut_tiles(seg_indptr, lora_indices, block_m, num_tiles, segments=segments)
+        return cls(torch.from_numpy(entries).to(device), block_m)
 
 
 class Family(NamedTuple):
-    """The segments that one kernel family serves in a step.
-
-    ``lora_indices`` int64 [S]: -1 where a segment is another family's, or has no adapter. ``num_tiles``: how many
-    tiles of ``block_m`` rows its segments need.
-    """
+    """The segments that one kernel family serves in a step: ``segments`` bool [S]. ``num_tiles``: how many tiles of
+    ``block_m`` rows they need."""
 
     block_m: int
-    lora_indices: NDArray[np.int64]
+    segments: NDArray[np.bool_]
     num_tiles: int
 
 
 def plan_families(seg_indptr: IntSequence, lora_indices: IntSequence) -> list[Family]:
-    """Which kernels serve a step. None for a step of base rows; more than one where it pays to launch more.
+    """Which kernels serve a step. None for a step of base rows; more than one where it pays to launch more. Each
+    segment is one family's, base rows the first one's.
 
-    Host only, vectorized. Of the rows that no prefill launch takes, each layout's cost is counted in adapters read:
-    all of them one by one, all in tiles, or tiles for segments of several rows beside single rows.
+    Host only, vectorized. A large prefill takes all rows along: one launch, and the kernels of ``fused``. Elsewhere
+    each layout's cost is counted in adapters read: all rows one by one, all in tiles, or tiles for segments of several
+    rows beside single rows.
     """
-    slots = np.asarray(lora_indices, dtype=np.int64)
-    lengths = np.where(slots >= 0, np.diff(np.asarray(seg_indptr, dtype=np.int64)), 0)
-    families = []
-    is_long = lengths >= _LONG
-    if int(lengths[is_long].sum()) >= _MIN_LONG_ROWS:
-        if int((lengths > 0).sum() - is_long.sum()) <= _FEW:
-            is_long = lengths > 0
-        families.append(_family(PREFILL, is_long, lengths, slots))
-        lengths = np.where(is_long, 0, lengths)
+    all_lengths, has_lora = np.diff(np.asarray(seg_indptr, dtype=np.int64)), np.asarray(lora_indices) >= 0
+    lengths = np.where(has_lora, all_lengths, 0)
+    parts: list[tuple[int, NDArray[np.bool_]]] = []
+    if int(lengths[lengths >= _LONG].sum()) >= _MIN_LONG_ROWS:
+        return [Family(PREFILL, all_lengths > 0, int((-(-all_lengths // PREFILL)).sum()))]
     single, several = lengths == 1, lengths > 1
     num_single, rows = int(single.sum()), int(lengths.sum())
-    if not rows:
-        return families
     tiles = int((-(-lengths[several] // GROUPED)).sum())
     num_segments = int((lengths > 0).sum())
     one_by_one = num_segments + _REPEAT_COST * (rows - num_segments)
     all_tiles = _TILE_COST * (num_single + tiles)
     both = num_single + _TILE_COST * tiles + _LAUNCH_COST
-    if both < min(one_by_one, all_tiles):
-        parts = [(GROUPED, several), (PER_ROW, single)]
-    else:
-        parts = [(GROUPED if all_tiles <= one_by_one else PER_ROW, lengths > 0)]
-    families.extend(_family(block_m, part, lengths, slots) for block_m, part in parts)
-    return families
+    if rows and both < min(one_by_one, all_tiles):
+        parts += [(GROUPED, several), (PER_ROW, single)]
+    elif rows:
+        parts.append((GROUPED if all_tiles <= one_by_one else PER_ROW, lengths > 0))
+    if parts:
+        parts[0] = parts[0][0], parts[0][1] | ~has_lora
+    return [Family(block_m, part, int((-(-all_lengths[part] // block_m)).sum())) for block_m, part in parts]
 
 
 def tile_bucket(num_tiles: int) -> int:
@@ -109,22 +101,30 @@ def common_families(num_tokens: int) -> list[tuple[tuple[int, int], ...]]:
     return [((PER_ROW, tile_bucket(num_tokens)),), *(((GROUPED, count),) for count in grouped)]
 
 
-def _family(block_m: int, part: NDArray[np.bool_], lengths: NDArray[np.int64], slots: NDArray[np.int64]) -> Family:
-    return Family(block_m, np.where(part, slots, -1), int((-(-lengths[part] // block_m)).sum()))
-
-
 def build_tiles(seg_indptr: IntSequence, lora_indices: IntSequence, device: torch.device | str) -> tuple[RowTiles, ...]:
     """A step's tiles in buffers of their own, family by family."""
-    families = plan_families(seg_indptr, lora_indices)
-    return tuple(RowTiles.build(seg_indptr, family.lora_indices, device, family.block_m) for family in families)
+    return tuple(
+        RowTiles.build(seg_indptr, lora_indices, device, family.block_m, segments=family.segments)
+        for family in plan_families(seg_indptr, lora_indices)
+    )
 
 
 def cut_tiles(
-    seg_indptr: IntSequence, lora_indices: IntSequence, block_m: int, num_tiles: int | None = None
+    seg_indptr: IntSequence,
+    lora_indices: IntSequence,
+    block_m: int,
+    num_tiles: int | None = None,
+    *,
+    segments: NDArray[np.bool_] | None = None,
 ) -> NDArray[np.int32]:
-    """``RowTiles.entries`` on the host, padded to ``num_tiles``. Raises ``ValueError`` when those are too few."""
+    """``RowTiles.entries`` on the host, of ``segments`` (bool [S]; None: all), padded to ``num_tiles``.
+
+    Raises ``ValueError`` when those are too few.
+    """
     starts, slots = np.asarray(seg_indptr, dtype=np.int64), np.asarray(lora_indices, dtype=np.int64)
-    counts = np.where(slots >= 0, -(-np.diff(starts) // block_m), 0)
+    counts = -(-np.diff(starts) // block_m)
+    if segments is not None:
+        counts = np.where(segments, counts, 0)
     used = int(counts.sum())
     if num_tiles is not None and used > num_tiles:
         raise ValueError(f"the step's segments need {used} tiles of {block_m} rows, but there are {num_tiles}")

@@ -39,16 +39,16 @@ def add_lora(
     config: Config | None = None,
 ) -> None:
     """y += (x A.T) B.T. ``buffer`` holds v where given, as ``sgmv_shrink`` takes it; else it is ``empty_v``'s."""
-    table = _table(group)
+    table = table_of(group)
     _check_operand(x, table, group.in_features)
     _check_operand(y, table, group.out_offsets[-1])
-    plans = [(_plan(group, table, tiles, x.device, config), tiles) for tiles in _tiles(segments)]
+    plans = plans_of(x, group, segments, config)
     if plans:
         v = _empty_v(x, [plan for plan, _ in plans]) if buffer is None else buffer
         for plan, tiles in plans:
             plan.shrink(v, x, tiles, table.entries, True)
         for plan, tiles in plans:
-            plan.expand(y, v, tiles, table.entries, True, True)
+            plan.expand(y, v, tiles, table.entries, True)
 
 
 def has_tiles(segments: Segments) -> bool:
@@ -58,8 +58,7 @@ def has_tiles(segments: Segments) -> bool:
 
 def empty_v(x: Tensor, group: LoraGroup, segments: Segments, config: Config | None = None) -> Tensor:
     """A v for partial sums, float32 [split, T, columns]: K is split where that pays. Needs rows with adapters."""
-    table = _table(group)
-    return _empty_v(x, [_plan(group, table, tiles, x.device, config) for tiles in _tiles(segments)])
+    return _empty_v(x, [plan for plan, _ in plans_of(x, group, segments, config)])
 
 
 def sgmv_shrink(
@@ -78,10 +77,10 @@ def sgmv_shrink(
     keep what they held.
     Raises ``ValueError`` for an x that does not fit, and for groups without a table or segments without tiles.
     """
-    table = _table(group)
+    table = table_of(group)
     _check_operand(x, table, group.in_features)
-    for tiles in _tiles(segments):
-        _plan(group, table, tiles, x.device, config).shrink(v, x, tiles, table.entries, dependent)
+    for plan, tiles in plans_of(x, group, segments, config):
+        plan.shrink(v, x, tiles, table.entries, dependent)
 
 
 def sgmv_expand(
@@ -91,22 +90,20 @@ def sgmv_expand(
     segments: Segments,
     config: Config | None = None,
     *,
-    accumulate: bool = True,
     dependent: bool = True,
 ) -> None:
     """y[rows, slice] += v[rows, slice's ranks] @ B.T for each segment and slice; other rows are left alone.
 
     ``y`` [T, out_offsets[-1]], may be strided by row; ``v`` as ``sgmv_shrink`` left it. Partial sums are added in a
-    fixed order. Without ``accumulate`` the rows' y is written whatever it held, with zeros where nothing is to be
-    added. Raises ``ValueError`` as ``sgmv_shrink`` does.
+    fixed order. Raises ``ValueError`` as ``sgmv_shrink`` does.
     """
-    table = _table(group)
+    table = table_of(group)
     _check_operand(y, table, group.out_offsets[-1])
-    for tiles in _tiles(segments):
-        _plan(group, table, tiles, y.device, config).expand(y, v, tiles, table.entries, accumulate, dependent)
+    for plan, tiles in plans_of(y, group, segments, config):
+        plan.expand(y, v, tiles, table.entries, dependent)
 
 
-class _Plan:
+class Plan:
     """A group shape's launches for a number of tiles, worked out once.
 
     Launch keys begin with a number that stands for all that a plan fixes at compile time, whatever the tiles' number.
@@ -122,8 +119,9 @@ class _Plan:
         self.v_columns = slice_columns(max_rank) * len(widths)
         shrink, expand = config
         spans = sum(-(-width // (expand.block_n * expand.blocks)) for width in widths)
-        self.in_turn = num_tiles > MAX_EXPAND_TILES[block_m]
-        self.expand_programs = min(num_tiles, MAX_EXPAND_TILES[block_m]) * spans
+        most = MAX_EXPAND_TILES.get(block_m, num_tiles)
+        self.in_turn = num_tiles > most
+        self.expand_programs = min(num_tiles, most) * spans
         fixed = (replace(shrink, programs=0), expand, in_features, widths, block_m, max_rank, self.in_turn)
         self.number = self._numbers.setdefault(fixed, len(self._numbers))
 
@@ -139,16 +137,16 @@ class _Plan:
             lambda: self._shrink_options(parts, pdl),
         )
 
-    def expand(self, y: Tensor, v: Tensor, tiles: RowTiles, table: Tensor, accumulate: bool, dependent: bool) -> None:
+    def expand(self, y: Tensor, v: Tensor, tiles: RowTiles, table: Tensor, dependent: bool) -> None:
         parts = v.dim() == 3
         row_stride, y_stride, table_stride, device = v.stride(-2), y.stride(0), table.stride(0), y.get_device()
         pdl = dependent and has_pdl(device)
         launch_expand(
-            (self.number, parts, accumulate, pdl, y.dtype, v.dtype, device, row_stride, y_stride, table_stride),
+            (self.number, parts, pdl, y.dtype, v.dtype, device, row_stride, y_stride, table_stride),
             self.expand_programs,
             (y, v, tiles.entries, table),
             (v.shape[-2], row_stride, y_stride, table_stride, self.config[0].programs),
-            lambda: self._expand_options(parts, accumulate, pdl),
+            lambda: self._expand_options(parts, pdl),
         )
 
     def _shrink_options(self, parts: bool, pdl: bool) -> dict[str, Any]:
@@ -167,7 +165,7 @@ class _Plan:
             **({"launch_pdl": True} if pdl else {}),
         }
 
-    def _expand_options(self, parts: bool, accumulate: bool, pdl: bool) -> dict[str, Any]:
+    def _expand_options(self, parts: bool, pdl: bool) -> dict[str, Any]:
         shrink, config = self.config
         padded = (*self.widths, *(0,) * (MAX_SLICES - len(self.widths)))
         return {
@@ -183,7 +181,6 @@ class _Plan:
             "SHRINK_R": shrink.block_r,
             "STAGES": config.num_stages,
             "IN_TURN": self.in_turn,
-            "ACCUMULATE": accumulate,
             "PDL": pdl,
             "num_warps": config.num_warps,
             "num_stages": 1,  # of the loop over what is left to a program, which holds that of the ranks
@@ -191,16 +188,18 @@ class _Plan:
         }
 
 
-def _empty_v(x: Tensor, plans: Sequence[_Plan]) -> Tensor:
+def _empty_v(x: Tensor, plans: Sequence[Plan]) -> Tensor:
     split_k = max(plan.config[0].split_k for plan in plans)
     return torch.empty(split_k, x.shape[0], plans[0].v_columns, dtype=torch.float32, device=x.device)
 
 
-def _plan(group: LoraGroup, table: SlotTable, tiles: RowTiles, device: torch.device, config: Config | None) -> _Plan:
-    return _cached_plan(
-        tiles.block_m, tiles.entries.shape[0], group.in_features, group.out_offsets, table.max_rank,
-        table.dtype.itemsize, device, config,
-    )  # fmt: skip
+def plans_of(
+    like: Tensor, group: LoraGroup, segments: Segments, config: Config | None = None
+) -> list[tuple[Plan, RowTiles]]:
+    """Of each family that has any rows with adapters, on the device of ``like``."""
+    table = table_of(group)
+    fixed = (group.in_features, group.out_offsets, table.max_rank, table.dtype.itemsize, like.device, config)
+    return [(_cached_plan(t.block_m, t.entries.shape[0], *fixed), t) for t in _tiles(segments)]
 
 
 @lru_cache(maxsize=4096)
@@ -213,12 +212,12 @@ def _cached_plan(
     itemsize: int,
     device: torch.device,
     config: Config | None,
-) -> _Plan:
+) -> Plan:
     widths = tuple(stop - start for start, stop in pairwise(out_offsets))
     if config is None:
         name = device_name(device)
         config = choose_config(block_m, num_tiles, in_features, widths, max_rank, itemsize, name)
-    return _Plan(config, in_features, widths, block_m, num_tiles, max_rank)
+    return Plan(config, in_features, widths, block_m, num_tiles, max_rank)
 
 
 def _tiles(segments: Segments) -> tuple[RowTiles, ...]:
@@ -228,7 +227,7 @@ def _tiles(segments: Segments) -> tuple[RowTiles, ...]:
     return segments.tiles
 
 
-def _table(group: LoraGroup) -> SlotTable:
+def table_of(group: LoraGroup) -> SlotTable:
     if group.table is None:
         raise ValueError("the LoRA group has no slot table: make SlotTables over the model's groups first")
     return group.table

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from punica_batch_kernels.sgmv.tiles import GROUPED, PER_ROW, PREFILL, tile_bucket
 from punica_batch_kernels.sgmv.tuned import TableKey, read_table
 
 # Programs of a shrink: multiples of an H200's 132 multiprocessors (never tried on an A100, with 108).
-_SHRINK_PROGRAMS = {PER_ROW: 1056, GROUPED: 264, PREFILL: 132}
+_SHRINK_PROGRAMS = {PER_ROW: 1056, GROUPED: 264, PREFILL: 396}
 # Tiles that an expand has programs for. Where there is room for more, which few steps need, they take them in turn.
-MAX_EXPAND_TILES = {PER_ROW: 256, GROUPED: 32, PREFILL: 1 << 30}
-_MAX_SPLIT = 8
+# Tall tiles fill their grid, and there is no more room than they need.
+MAX_EXPAND_TILES = {PER_ROW: 256, GROUPED: 32}
+_MAX_SPLIT = {PER_ROW: 8, GROUPED: 8, PREFILL: 4}
 # Adapters of higher rank are few in most jobs, and have their blocks of ranks to share out in place of K.
 _COMMON_RANK = 16
+# The most ranks that a program of tall tiles holds at a time, and from how many such tiles on its programs are long.
+_MAX_TALL_R, _MANY_TALL = 64, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,8 @@ class ShrinkConfig:
 class ExpandConfig:
     """A program adds ``blocks`` times ``block_n`` columns of y, summing over ``block_r`` ranks at a time.
 
-    ``num_stages``: loads under way at a time of the ranks beyond the first ``block_r``.
+    ``num_stages``: loads under way at a time of the ranks beyond the first ``block_r``; of tall tiles, where the
+    columns' blocks are a loop, of those. Of the rotation a block is a head, and ``blocks`` the most of a program.
     """
 
     block_r: int
@@ -94,15 +98,33 @@ def rule(block_m: int, num_tiles: int, in_features: int, num_slices: int, max_ra
         expand = ExpandConfig(16, 512 // itemsize, 1, 4, 3)
     else:
         block_r, block_bytes, stages = min(max(_power_of_2(rank_sum), 16), 64), 256, 3
-        expand = ExpandConfig(32 if passes else 16, 256 // itemsize, 2, 4, 2)
+        expand = _tall(num_tiles, max_rank, itemsize)
     block_k = block_bytes // itemsize
-    most = num_tiles * _MAX_SPLIT * -(-rank_sum // block_r)
+    most = num_tiles * _MAX_SPLIT[block_m] * -(-rank_sum // block_r)
     programs = max(min(_SHRINK_PROGRAMS[block_m], most), num_tiles)
-    # kernels of tall tiles hold all partial sums at a time, and such tiles fill their grid
-    share = _MAX_SPLIT if block_m < PREFILL else programs // max(1, num_tiles)
     # rounded down to a power of two: few kernels to compile
-    split_k = 1 << (max(1, min(share, _MAX_SPLIT, in_features // block_k)).bit_length() - 1)
+    split_k = 1 << (max(1, min(_MAX_SPLIT[block_m], in_features // block_k)).bit_length() - 1)
     return ShrinkConfig(block_r, block_k, split_k, programs, 4, stages), expand
+
+
+def silu_rule(num_tiles: int, max_rank: int, itemsize: int) -> ExpandConfig:
+    """Of ``fused.expand_silu``."""
+    return _tall(num_tiles, max_rank, itemsize)
+
+
+def rope_rule(num_tiles: int, max_rank: int, itemsize: int) -> ExpandConfig:
+    """Of ``fused.expand_rope_and_write_kv``, whose blocks are heads."""
+    expand = _tall(num_tiles, max_rank, itemsize)
+    return replace(expand, blocks=max(1, expand.blocks // 2), num_warps=8)
+
+
+def _tall(num_tiles: int, max_rank: int, itemsize: int) -> ExpandConfig:
+    """Long programs where there are enough of them: what is read before the columns is read less often. All ranks at
+    a time where those are not too many, as only then the loop over columns can be pipelined."""
+    passes = max_rank > _MAX_TALL_R
+    block_r = _COMMON_RANK if passes else max(_power_of_2(max_rank), 16)
+    blocks = 16 if num_tiles >= _MANY_TALL else 4
+    return ExpandConfig(block_r, 128 // itemsize, blocks, 4 if max_rank <= _COMMON_RANK else 8, 3)
 
 
 def slice_columns(max_rank: int) -> int:

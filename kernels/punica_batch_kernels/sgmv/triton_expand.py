@@ -7,7 +7,11 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from punica_batch_kernels.sgmv.tiles import PREFILL
 from punica_batch_kernels.sgmv.triton_common import load_tile, splits_of, tiles_in_use, weights_at
+
+# Tiles of so many rows fill tensor cores by themselves, and what they move comes from memory, not from the cache.
+TALL = tl.constexpr(PREFILL)
 
 
 @triton.jit
@@ -21,7 +25,7 @@ def _rank_and_column(packed, index, SLICE_COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _sum_splits(
+def sum_splits(
     v_ptr,
     num_rows,
     v_stride_row,
@@ -35,7 +39,7 @@ def _sum_splits(
 ):
     """v at a tile's rows and ranks r, float32 [BLOCK_M, BLOCK_R], its ``splits`` partial sums added in a fixed order.
 
-    One row: [BLOCK_R]. ``SPLIT_K``, a power of two, is the most there are.
+    One row: [BLOCK_R]. ``SPLIT_K``, a power of two, is the most there are; tall tiles hold one at a time.
     """
     # within a slice's columns ranks are masked by fours, and so 16 bytes load at a time; what is too much is dropped
     FOURS: tl.constexpr = 4 if SLICE_COLUMNS > 0 else 1
@@ -45,6 +49,15 @@ def _sum_splits(
     if BLOCK_M == 1:
         parts = tl.load(split_ptr[:, None] + r[None, :], mask=(s < splits)[:, None] & in_rank[None, :], other=0.0)
         total = tl.where(r < rank, tl.sum(parts.to(tl.float32), axis=0), 0.0)
+    elif BLOCK_M >= TALL:
+        m = tl.arange(0, BLOCK_M)
+        row_ptr = v_ptr + m.to(tl.int64)[:, None] * v_stride_row + r[None, :]
+        mask = (m < rows)[:, None] & in_rank[None, :]
+        total = tl.load(row_ptr, mask=mask, other=0.0).to(tl.float32)
+        for i in tl.static_range(1, SPLIT_K):
+            row_ptr += tl.cast(num_rows, tl.int64) * v_stride_row
+            total += tl.load(row_ptr, mask=mask & (i < splits), other=0.0).to(tl.float32)
+        total = tl.where((r < rank)[None, :], total, 0.0)
     else:
         m = tl.arange(0, BLOCK_M)
         at = split_ptr[:, None, None] + m.to(tl.int64)[None, :, None] * v_stride_row + r[None, None, :]
@@ -55,7 +68,7 @@ def _sum_splits(
 
 
 @triton.jit
-def _product(v, b, BLOCK_M: tl.constexpr):
+def product(v, b, BLOCK_M: tl.constexpr):
     """v [BLOCK_M, BLOCK_R] times b [BLOCK_R, BLOCK_N], summed in float32; v and the product flat for one row."""
     if BLOCK_M == 1:
         product = tl.sum(v[:, None] * b.to(tl.float32), axis=0)
@@ -65,7 +78,7 @@ def _product(v, b, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def _load_b(b_ptr, r, rank, n, width):
+def load_b(b_ptr, r, rank, n, width):
     """B [rank, width] at ranks r and columns n."""
     at = b_ptr + r.to(tl.int64)[:, None] * width + n[None, :]
     return tl.load(at, mask=(r < rank)[:, None] & (n < width)[None, :], other=0.0)
@@ -110,7 +123,6 @@ def _expand_tile(
     SPLIT_K: tl.constexpr,
     SHRINK_R: tl.constexpr,
     STAGES: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The columns from n on of slice ``index``, which begins at ``start``, for one tile."""
@@ -118,41 +130,94 @@ def _expand_tile(
     entry = table_ptr + slot * table_stride
     b_ptr = weights_at(tl.load(entry + 2 + 2 * index), y_ptr.dtype.element_ty)
     rank, column = _rank_and_column(tl.load(entry + 3 + 2 * index), index, SLICE_COLUMNS)
-    if (rows > 0) & ((rank > 0) | (not ACCUMULATE)):
+    if (rows > 0) & (rank > 0):
         ranks = tl.arange(0, BLOCK_R)
+        splits = splits_of(tl.load(entry).to(tl.int32), shrink_programs // tiles, SPLIT_K, SHRINK_R)
+        v_ptr += first_row * v_stride_row + column
+        y_ptr += first_row * y_stride_row + start
         # the first of B is asked for before v, which the shrink may still be writing
-        b = _load_b(b_ptr, ranks, rank, n, width)
+        b = load_b(b_ptr, ranks, rank, n, width)
+        if PDL:
+            gdc_wait()
+        y_at, mask = _y_block(y_ptr, y_stride_row, rows, n, width, BLOCK_M)
+        y = tl.load(y_at, mask=mask, other=0.0)
+        v = sum_splits(v_ptr, num_rows, v_stride_row, rows, ranks, rank, splits, SLICE_COLUMNS, BLOCK_M, SPLIT_K)
+        for i in tl.static_range(BLOCKS):
+            if i + 1 < BLOCKS:  # ask for the next block before this one is used
+                next_n = n + BLOCK_N
+                next_b = load_b(b_ptr, ranks, rank, next_n, width)
+                next_at, next_mask = _y_block(y_ptr, y_stride_row, rows, next_n, width, BLOCK_M)
+                next_y = tl.load(next_at, mask=next_mask, other=0.0)
+            add = product(v, b, BLOCK_M)
+            if MAX_RANK > BLOCK_R:
+                for r0 in tl.range(BLOCK_R, rank, BLOCK_R, num_stages=STAGES):
+                    r = r0 + ranks
+                    more = sum_splits(
+                        v_ptr, num_rows, v_stride_row, rows, r, rank, splits, SLICE_COLUMNS, BLOCK_M, SPLIT_K
+                    )
+                    add += product(more, load_b(b_ptr, r, rank, n, width), BLOCK_M)
+            tl.store(y_at, (add + y.to(tl.float32)).to(y_ptr.dtype.element_ty), mask=mask)
+            if i + 1 < BLOCKS:
+                n, b, y_at, mask, y = next_n, next_b, next_at, next_mask, next_y
+
+
+@triton.jit
+def _expand_tall_tile(
+    tile,
+    tiles,
+    index,
+    start,
+    width,
+    first_column,
+    y_ptr,
+    v_ptr,
+    tiles_ptr,
+    table_ptr,
+    num_rows,
+    v_stride_row,
+    y_stride_row,
+    table_stride,
+    shrink_programs,
+    SLICE_COLUMNS: tl.constexpr,
+    MAX_RANK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    SHRINK_R: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """As ``_expand_tile`` of columns from ``first_column`` on: what leads to them is read once, and ``STAGES`` blocks
+    of columns are under way at a time."""
+    first_row, rows, slot = load_tile(tiles_ptr, tile)
+    entry = table_ptr + slot * table_stride
+    b_ptr = weights_at(tl.load(entry + 2 + 2 * index), y_ptr.dtype.element_ty)
+    rank, column = _rank_and_column(tl.load(entry + 3 + 2 * index), index, SLICE_COLUMNS)
+    if (rows > 0) & (rank > 0):
+        ranks = tl.arange(0, BLOCK_R)
         splits = splits_of(tl.load(entry).to(tl.int32), shrink_programs // tiles, SPLIT_K, SHRINK_R)
         if PDL:
             gdc_wait()
         v_ptr += first_row * v_stride_row + column
         y_ptr += first_row * y_stride_row + start
-        y_at, mask = _y_block(y_ptr, y_stride_row, rows, n, width, BLOCK_M)
-        if ACCUMULATE:
+        v = sum_splits(v_ptr, num_rows, v_stride_row, rows, ranks, rank, splits, SLICE_COLUMNS, BLOCK_M, SPLIT_K)
+        v = v.to(y_ptr.dtype.element_ty)
+        blocks = tl.minimum(tl.cdiv(width - first_column, BLOCK_N), BLOCKS)
+        for block in tl.range(0, blocks, num_stages=STAGES):
+            n = first_column + block * BLOCK_N + tl.arange(0, BLOCK_N)
+            y_at, mask = _y_block(y_ptr, y_stride_row, rows, n, width, BLOCK_M)
             y = tl.load(y_at, mask=mask, other=0.0)
-        v = _sum_splits(v_ptr, num_rows, v_stride_row, rows, ranks, rank, splits, SLICE_COLUMNS, BLOCK_M, SPLIT_K)
-        for i in tl.static_range(BLOCKS):
-            if i + 1 < BLOCKS:  # ask for the next block before this one is used
-                next_n = n + BLOCK_N
-                next_b = _load_b(b_ptr, ranks, rank, next_n, width)
-                next_at, next_mask = _y_block(y_ptr, y_stride_row, rows, next_n, width, BLOCK_M)
-                if ACCUMULATE:
-                    next_y = tl.load(next_at, mask=next_mask, other=0.0)
-            add = _product(v, b, BLOCK_M)
+            add = product(v, load_b(b_ptr, ranks, rank, n, width), BLOCK_M)
             if MAX_RANK > BLOCK_R:
-                for r0 in tl.range(BLOCK_R, rank, BLOCK_R, num_stages=STAGES):
+                for r0 in tl.range(BLOCK_R, rank, BLOCK_R, num_stages=1):
                     r = r0 + ranks
-                    more = _sum_splits(
+                    more = sum_splits(
                         v_ptr, num_rows, v_stride_row, rows, r, rank, splits, SLICE_COLUMNS, BLOCK_M, SPLIT_K
                     )
-                    add += _product(more, _load_b(b_ptr, r, rank, n, width), BLOCK_M)
-            if ACCUMULATE:
-                add += y.to(tl.float32)
-            tl.store(y_at, add.to(y_ptr.dtype.element_ty), mask=mask)
-            if i + 1 < BLOCKS:
-                n, b, y_at, mask = next_n, next_b, next_at, next_mask
-                if ACCUMULATE:
-                    y = next_y
+                    add += product(more, load_b(b_ptr, r, rank, n, width), BLOCK_M)
+            tl.store(y_at, (add + y.to(tl.float32)).to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(
@@ -180,13 +245,11 @@ def expand_kernel(
     BLOCKS: tl.constexpr,  # of BLOCK_N columns, one after the other in a program
     SPLIT_K: tl.constexpr,
     SHRINK_R: tl.constexpr,  # the shrink's BLOCK_R
-    STAGES: tl.constexpr,  # of the loads of ranks beyond the first BLOCK_R
+    STAGES: tl.constexpr,  # of the loads of ranks beyond the first BLOCK_R; of tall tiles, of the columns' blocks
     IN_TURN: tl.constexpr,  # programs take tiles in turn: there are fewer than tiles times spans of columns
-    ACCUMULATE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y[rows of a tile, n] += sum over r of v[row, r] B[r, n], v's partial sums added first; without ``ACCUMULATE``
-    y is written."""
+    """y[rows of a tile, n] += sum over r of v[row, r] B[r, n], v's partial sums added first."""
     SPAN: tl.constexpr = BLOCK_N * BLOCKS
     SPANS_0: tl.constexpr = (WIDTH_0 + SPAN - 1) // SPAN
     SPANS_1: tl.constexpr = (WIDTH_1 + SPAN - 1) // SPAN
@@ -203,18 +266,24 @@ def expand_kernel(
     start = tl.multiple_of(tl.where(in_2, WIDTH_0 + WIDTH_1, tl.where(in_1, WIDTH_0, 0)), WIDTH_DIVISOR)
     span -= tl.where(in_2, SPANS_0 + SPANS_1, tl.where(in_1, SPANS_0, 0))
     n = span * SPAN + tl.arange(0, BLOCK_N)
-    if IN_TURN:
+    if BLOCK_M >= TALL:
+        _expand_tall_tile(
+            first_tile, tiles, index, start, width, span * SPAN, y_ptr, v_ptr, tiles_ptr, table_ptr, num_rows,
+            v_stride_row, y_stride_row, table_stride, shrink_programs, SLICE_COLUMNS, MAX_RANK, BLOCK_M, BLOCK_R,
+            BLOCK_N, BLOCKS, SPLIT_K, SHRINK_R, STAGES, PDL,
+        )  # fmt: skip
+    elif IN_TURN:
         for tile in range(first_tile, tiles, tl.num_programs(0) // SPANS):
             _expand_tile(
                 tile, tiles, index, start, width, n, y_ptr, v_ptr, tiles_ptr, table_ptr, num_rows, v_stride_row,
                 y_stride_row, table_stride, shrink_programs, SLICE_COLUMNS, MAX_RANK, BLOCK_M, BLOCK_R, BLOCK_N,
-                BLOCKS, SPLIT_K, SHRINK_R, STAGES, ACCUMULATE, PDL,
+                BLOCKS, SPLIT_K, SHRINK_R, STAGES, PDL,
             )  # fmt: skip
     else:
         _expand_tile(
             first_tile, tiles, index, start, width, n, y_ptr, v_ptr, tiles_ptr, table_ptr, num_rows, v_stride_row,
             y_stride_row, table_stride, shrink_programs, SLICE_COLUMNS, MAX_RANK, BLOCK_M, BLOCK_R, BLOCK_N,
-            BLOCKS, SPLIT_K, SHRINK_R, STAGES, ACCUMULATE, PDL,
+            BLOCKS, SPLIT_K, SHRINK_R, STAGES, PDL,
         )  # fmt: skip
     if PDL:  # noqa: SIM102 (a constant)
         if pid == 0:
