@@ -26,7 +26,8 @@ bench: $(VENV)/.dev  ## the CPU benchmark (MODEL=folder ADAPTERS=folder); run it
 gpu-sanitize: $(VENV)/.dev  ## our own GPU kernels under compute-sanitizer, without torch's cache of memory
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 \
 	  $(BIN)/python -m pytest tests/gpu/test_sgmv_gpu.py tests/gpu/test_elementwise_gpu.py tests/gpu/test_sampler_gpu.py \
-	  -m gpu -k "every_rank or rope or greedy"
+	  tests/gpu/test_products_gpu.py tests/gpu/test_sgmv_launches_gpu.py \
+	  -m gpu -k "(every_rank or rope or greedy or float64 or expand_inside) and not graph"
 
 gpu-bench: $(VENV)/.dev  ## what `bench all` measures, budgeted for 8 minutes, on a machine with an NVIDIA GPU
 	$(BIN)/punica-batch bench all --quick

@@ -110,8 +110,8 @@ def kernels_for(
     cache: Path | None = None,
 ) -> Kernels:
     """On the CPU the kernels in C for float32, where a compiler is found; else plain torch. On CUDA devices SGMV by
-    Triton, and attention, norms and activation by FlashInfer where that is installed, can compile and has kernels for
-    the model; else plain torch, and ``note`` says why.
+    Triton, products of few rows too where that is faster than cuBLAS, and attention, norms and activation by FlashInfer
+    where that is installed, can compile and has kernels for the model; else plain torch, and ``note`` says why.
 
     ``dtype``: of the model; ``kv_dtype``: of its KV cache (None: the same). ``cache``: the folder for what is compiled
     (None: nothing is).
@@ -119,8 +119,13 @@ def kernels_for(
     if device.type != "cuda":
         native = load_native(cache) if cache is not None and dtype is torch.float32 else None
         return REFERENCE if native is None else _native(native, kv_dtype or dtype)
-    sgmv = backend_for(device)
-    kernels = replace(REFERENCE, add_lora=sgmv.add_lora, ordered_lora_linear=sgmv.lora_linear)
+    from punica_batch_kernels.products.few_rows import FewRowsLinear
+
+    sgmv, products = backend_for(device), FewRowsLinear(device)
+    kernels = replace(
+        REFERENCE, add_lora=sgmv.add_lora, ordered_lora_linear=sgmv.lora_linear,
+        linear=products, add_linear=products.add_to,
+    )  # fmt: skip
     build_missing(attention, dtype, kv_dtype or dtype)
     attended = _with_attention(kernels, attention, dtype, kv_dtype or dtype, device)
     kernels = _with_elementwise(kernels, dtype, device)

@@ -114,7 +114,10 @@ def test_large_prefills_have_the_expand_inside(kind: str, dtype: torch.dtype) ->
     finally:
         torch.cuda.set_sync_debug_mode("default")
     gate, up = expected(x.double() @ wide_weight.double().t(), x, wide, segments).chunk(2, dim=1)
-    torch.testing.assert_close(out.double(), functional.silu(gate) * up, **close)
+    # an element's error is as large as gate and up are, whatever their product is
+    right = functional.silu(gate) * up
+    assert (out - right).norm() < 2 * torch.finfo(dtype).eps * right.norm()
+    torch.testing.assert_close(out.double(), right, atol=8 * TOLERANCE[dtype], rtol=8 * TOLERANCE[dtype])
     want = expected(x.double() @ weight.double().t(), x, group, segments).view(rows, 6, 128)
     first, second = want[:, :5].chunk(2, dim=-1)
     turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -34,7 +35,12 @@ class FewRowsLinear:
     def __init__(self, device: torch.device, choose: Choose = choose_config) -> None:
         self._choose = choose
         self._plans: dict[tuple[int, int, int, torch.dtype], _Plan | None] = {}
-        self._counters = torch.zeros(_MAX_TILES, dtype=torch.int32, device=device)
+        self._device = device
+
+    @cached_property
+    def _counters(self) -> Tensor:
+        """Programs that have their part of a tile, 0 between launches."""
+        return torch.zeros(_MAX_TILES, dtype=torch.int32, device=self._device)
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x W^T + b, a new tensor; ``x`` [T, in], ``weight`` [out, in], ``bias`` [out] or None."""

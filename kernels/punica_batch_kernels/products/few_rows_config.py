@@ -30,8 +30,27 @@ class FewRowsConfig:
     prefetch: int = 0
 
 
-# By [out, in] of a weight and ``row_bucket``: what was best on an H200 in float16; None where cuBLAS was.
-MEASURED: dict[tuple[int, int], dict[int, FewRowsConfig | None]] = {}
+# Fewer columns than that have too few tiles of 64 for an H200's multiprocessors: two programs share each.
+_NARROW = 132 * 64
+_PREFETCH = 512
+
+
+def _config(
+    block_n: int, block_k: int, num_stages: int, *, num_warps: int = 4, transposed: bool = True, split_k: int = 1
+) -> FewRowsConfig:
+    return FewRowsConfig(block_n, block_k, transposed, num_warps, num_stages, split_k, prefetch=_PREFETCH)
+
+
+_NARROW_CONFIGS: dict[int, FewRowsConfig | None] = {
+    16: _config(64, 256, 4, split_k=2), 32: _config(64, 256, 4, split_k=2), 64: _config(32, 256, 4, transposed=False),
+}  # fmt: skip
+# By [out, in] of a weight and ``row_bucket``: what was best on an H200 in float16; None where cuBLAS was. How evenly
+# tiles fill the multiprocessors decides, so there is no rule for others.
+MEASURED: dict[tuple[int, int], dict[int, FewRowsConfig | None]] = {
+    (12288, 4096): {16: _config(128, 128, 4), 32: _config(128, 128, 4), 64: _config(128, 128, 4, num_warps=8)},
+    (22016, 4096): {16: _config(64, 128, 6), 32: _config(64, 128, 3), 64: None},
+    (32000, 4096): {16: _config(128, 128, 3, num_warps=8), 32: _config(128, 64, 4), 64: _config(128, 64, 4)},
+}
 
 
 def row_bucket(rows: int) -> int:
@@ -45,4 +64,6 @@ def choose_config(
     """None: cuBLAS is faster, or nothing was measured on a GPU like ``device``."""
     if dtype.itemsize != 2 or device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return None
-    return MEASURED.get((out_features, in_features), {}).get(row_bucket(rows))
+    is_narrow = 2048 <= out_features <= _NARROW and in_features >= 4096  # measured: 4,096 of 4,096 and of 11,008
+    configs = _NARROW_CONFIGS if is_narrow else MEASURED.get((out_features, in_features), {})
+    return configs.get(row_bucket(rows))

@@ -19,6 +19,8 @@ _MAX_SPLIT = {PER_ROW: 8, GROUPED: 8, PREFILL: 4}
 _COMMON_RANK = 16
 # The most ranks that a program of tall tiles holds at a time, and from how many such tiles on its programs are long.
 _MAX_TALL_R, _MANY_TALL = 64, 64
+# From so many on, nearly one a multiprocessor, a shrink of several slices has no use for more programs.
+_MANY_TALL_SHRINK = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +99,14 @@ def rule(block_m: int, num_tiles: int, in_features: int, num_slices: int, max_ra
         block_r, block_bytes, stages = 64 if passes else 16, 256, 3
         expand = ExpandConfig(16, 512 // itemsize, 1, 4, 3)
     else:
-        block_r, block_bytes, stages = min(max(_power_of_2(rank_sum), 16), 64), 256, 3
+        block_r, block_bytes, stages = min(max(_power_of_2(rank_sum), 16), 64), 128, 6 if num_slices > 1 else 4
         expand = _tall(num_tiles, max_rank, itemsize)
     block_k = block_bytes // itemsize
     most = num_tiles * _MAX_SPLIT[block_m] * -(-rank_sum // block_r)
-    programs = max(min(_SHRINK_PROGRAMS[block_m], most), num_tiles)
+    wanted = _SHRINK_PROGRAMS[block_m]
+    if block_m == PREFILL and num_tiles >= _MANY_TALL_SHRINK:
+        wanted = num_tiles * (1 if num_slices > 1 else 2)
+    programs = max(min(wanted, most), num_tiles)
     # rounded down to a power of two: few kernels to compile
     split_k = 1 << (max(1, min(_MAX_SPLIT[block_m], in_features // block_k)).bit_length() - 1)
     return ShrinkConfig(block_r, block_k, split_k, programs, 4, stages), expand
@@ -109,13 +114,14 @@ def rule(block_m: int, num_tiles: int, in_features: int, num_slices: int, max_ra
 
 def silu_rule(num_tiles: int, max_rank: int, itemsize: int) -> ExpandConfig:
     """Of ``fused.expand_silu``."""
-    return _tall(num_tiles, max_rank, itemsize)
+    expand = _tall(num_tiles, max_rank, itemsize)
+    return replace(expand, blocks=min(expand.blocks, 8))
 
 
 def rope_rule(num_tiles: int, max_rank: int, itemsize: int) -> ExpandConfig:
     """Of ``fused.expand_rope_and_write_kv``, whose blocks are heads."""
     expand = _tall(num_tiles, max_rank, itemsize)
-    return replace(expand, blocks=max(1, expand.blocks // 2), num_warps=8)
+    return replace(expand, blocks=expand.blocks if num_tiles >= _MANY_TALL else 2, num_warps=8)
 
 
 def _tall(num_tiles: int, max_rank: int, itemsize: int) -> ExpandConfig:
