@@ -57,8 +57,10 @@ def _flashinfer() -> dict[str, str | None]:
 
 
 def _line(error: object) -> str:
+    """The first line and, of an error that begins with a place in a source, the last: what is wrong there."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
+    said = lines[:1] if not lines or not lines[0].endswith(":") else [lines[0], lines[-1]]
+    return f"{type(error).__name__}: {' '.join(said)}"[:300]
 
 
 if __name__ == "__main__":

@@ -67,6 +67,15 @@ def run(options: BenchOptions) -> None:
 def _measure_rank(
     recorder: Recorder, bench: Workbench, sizes: _Sizes, rank: int, counts: Sequence[int], link: float, budget: Budget
 ) -> None:
+    _measure_unknown(recorder, bench, sizes, rank, counts, link, budget)
+    free_memory(bench.model.device)  # that of an engine, before there is another
+    if not budget.is_spent:
+        _measure_known(recorder, bench, sizes, rank, max(counts), link)
+
+
+def _measure_unknown(
+    recorder: Recorder, bench: Workbench, sizes: _Sizes, rank: int, counts: Sequence[int], link: float, budget: Budget
+) -> None:
     with (
         _specs(bench, rank, counts, on_disk=not recorder.options.quick) as specs,
         _engine(bench, sizes, rank, specs, trust_stamps=False) as engine,
@@ -85,8 +94,6 @@ def _measure_rank(
                 lost = lost_share(engine, bench, list(group), sizes.steps)
                 recorder.write("throughput lost while loading", "%", 100 * lost, **about)
         recorder.skipped(skipped)
-    if not budget.is_spent:
-        _measure_known(recorder, bench, sizes, rank, max(counts), link)
 
 
 def _measure_known(recorder: Recorder, bench: Workbench, sizes: _Sizes, rank: int, count: int, link: float) -> None:

@@ -53,6 +53,7 @@ class ModelSteps:
         for pair in self.cache.layers:
             for pool in pair:
                 pool.normal_()
+        self._has_adapters = adapters > 0
         self.lora = ModelLora.empty(config, adapters)
         groups = groups_of(self.lora)[:-1]  # not the language model's head
         if adapters:
@@ -73,11 +74,12 @@ class ModelSteps:
         last = torch.from_numpy(np.cumsum(counts) - 1).to(self.device)
         plans = self.model.plan_attention(meta, BLOCK_SIZE)
         base = Segments.build([0, len(counts)], [-1], self.device)
+        lora = self.lora if self._has_adapters else None
 
         def run() -> None:
-            hidden = self.model.forward(ids, positions, meta, plans, self.cache.layers, segments, self.lora)
+            hidden = self.model.forward(ids, positions, meta, plans, self.cache.layers, segments, lora)
             if head:
-                self.model.logits(hidden.index_select(0, last), base, self.lora)
+                self.model.logits(hidden.index_select(0, last), base, lora)
 
         return run
 

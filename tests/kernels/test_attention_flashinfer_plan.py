@@ -150,6 +150,17 @@ def test_steps_of_a_shape_that_recurs_have_wrappers_of_their_own() -> None:
     assert len(shared) == 1
 
 
+def test_an_engine_after_another_has_page_tables_of_its_own_size() -> None:
+    """The same kernels serve the next engine, whose cache has another number of blocks."""
+    backend, case = attention(4, 2, None), Case([(5, 20), (3, 3), (1, 9)], 4, 2)
+    for capacity in (64, 96, 64):
+        meta = replace(case.meta, capacity=capacity)
+        plan = backend.plan(meta, BLOCK, window=None)
+        assert len(plan.decode.fixed("indices")) == len(plan.prefill.fixed("indices")) == capacity
+        got = backend.run(case.q, case.k_cache, case.v_cache, meta, scale=0.3, window=None, plan=plan)
+        torch.testing.assert_close(got.double(), case.expected(0.3, None), atol=2e-6, rtol=1e-5)
+
+
 def test_prefill_kernels_that_cannot_be_made_give_way_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     keep, asked = Prefill.plan, list[str]()
 

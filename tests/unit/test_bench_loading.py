@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from punica_batch.bench import engine, loading, overhead, textgen
 from punica_batch.bench.loading import run
 from punica_batch.bench.options import BenchOptions
+from punica_batch.bench.workbench import Workbench
 
 
 def test_every_point_loads_its_own_adapters(tmp_path: Path) -> None:
@@ -31,3 +36,21 @@ def test_every_point_loads_its_own_adapters(tmp_path: Path) -> None:
                         all(x["parameters"][k] == line["parameters"][k] for k in ("from", "adapters")))  # fmt: skip
             assert line["median"] * last == pytest.approx(line["parameters"]["adapters"], rel=1e-3)
     assert list(tmp_path.glob("loading*.png"))
+
+
+@pytest.mark.parametrize("bench", [engine, loading, overhead, textgen])
+def test_an_engine_is_gone_before_the_next_is_made(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes most of a GPU's memory."""
+    pytest.importorskip("matplotlib")
+    make, made = Workbench.engine, list[weakref.ref[Any]]()
+
+    def one_at_a_time(self: Workbench, **options: Any) -> Any:
+        gc.collect()
+        assert not any(earlier() for earlier in made)
+        new = make(self, **options)
+        made.append(weakref.ref(new))
+        return new
+
+    monkeypatch.setattr(Workbench, "engine", one_at_a_time)
+    bench.run(BenchOptions(model_shape="tiny", dtype="float32", device="cpu", rank=2, results=tmp_path))
+    assert made

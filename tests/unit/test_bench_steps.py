@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -195,3 +196,14 @@ def test_clock_and_power_while_something_runs(monkeypatch: pytest.MonkeyPatch) -
     with Clocks(CPU) as nothing:
         pass
     assert nothing.medians == {}
+
+
+def test_steps_without_adapters_launch_nothing_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = ModelSteps(OPTIONS, CPU, kv_tokens=64, adapters=0)
+
+    def fail(*_: Any) -> None:
+        raise AssertionError
+
+    steps.model.use(replace(steps.model.kernels, add_lora=fail, ordered_lora_linear=fail))
+    segments, _ = segments_of(None, 3, CPU)
+    steps.step([1] * 3, 8, segments)()

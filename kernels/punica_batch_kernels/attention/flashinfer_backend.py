@@ -118,9 +118,9 @@ class _Wrappers:
         return wrapper
 
     def _of_shape(self, num_sequences: int, num_rows: int, capacity: int) -> Any:
-        if self._indices is None:
+        if self._indices is None or len(self._indices) != capacity:  # the first engine's, or another's after it
             self._indices = torch.empty(capacity, dtype=torch.int32, device=self._device)
-        assert len(self._indices) == capacity
+            self._recurring.clear()
         key = num_sequences, num_rows
         if key not in self._recurring:
             wrapper = self._recurring[key] = self._make(num_sequences, self._indices)
