@@ -22,7 +22,7 @@ KINDS: dict[str, tuple[str, ...]] = {
         "decodewith", "prefillwith", "batchdecode", "batchprefill", "persistentvariablelength", "variablelengthmerge",
         "mergestates", "flash_fwd", "fmha", "append", "write_kv",
     ),
-    "products": ("gemm", "nvjet", "cutlass", "splitk", "gemv", "cublas"),
+    "products": ("gemm", "nvjet", "cutlass", "splitk", "gemv", "cublas", "few_rows"),
     "sampling": ("sampl", "argmax", "philox", "softmax", "topk", "sort", "gumbel", "reduce_kernel"),
     "norms, rotation, activation": ("norm", "rotary", "rope", "act_and_mul", "silu"),
     "copies": ("memcpy", "memset"),

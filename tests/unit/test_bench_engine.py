@@ -118,6 +118,8 @@ def test_products_between_and_beyond_what_was_measured() -> None:
     ("name", "kind"),
     [
         ("_shrink_kernel", "add-on"),
+        ("expand_silu_kernel", "add-on"),
+        ("few_rows_kernel", "products"),
         ("void flashinfer::BatchDecodeWithPagedKVCacheKernel<flashinfer::PosEncodingMode>", "attention"),
         ("void flashinfer::PrefillWithKVCacheKernel<cutlass::Kernel>", "attention"),
         ("nvjet_hsh_192x8_64x8_2x1_v_bz_TNN", "products"),
