@@ -176,7 +176,8 @@ def test_the_readmes_table_is_that_of_the_results() -> None:
     root = Path(__file__).parents[2]
     tables = markdown(root / "benchmarks" / "results").split("\n\n**")
     [table] = [table for table in tables if table.startswith("engine** ")]
-    assert f"**{table}" in (root / "README.md").read_text(encoding="utf-8"), "put in what `punica-batch bench table` prints"
+    readme = (root / "README.md").read_text(encoding="utf-8")
+    assert f"**{table}" in readme, "put in what `punica-batch bench table` prints"
 
 
 def test_table_of_nothing(tmp_path: Path) -> None:
