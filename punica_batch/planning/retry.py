@@ -21,8 +21,8 @@ def retry_config(output: str, flags: Mapping[str, Any], *, config: str | None = 
 
     Raises ``InputError`` when there is no plan, and what ``load_config`` raises.
     """
-    plan = read_plan(output, flags)
     told = load_config((), flags, config=config, environ={}, search=False)
+    plan = read_plan(output, told)
     usual = JobConfig().binding()
     values: dict[str, Any] = {name: plan.command[name] for name in _COMMAND if plan.command[name]}
     if plan.shards > 1:
@@ -34,10 +34,9 @@ def retry_config(output: str, flags: Mapping[str, Any], *, config: str | None = 
     return JobConfig.model_validate({**values, "inputs": plan.command["inputs"], "output": output})
 
 
-def read_plan(output: str, flags: Mapping[str, Any]) -> Plan:
-    """The plan of ``output``. Raises ``InputError`` when it has none."""
-    where = JobConfig(work_dir=flags.get("work_dir"), storage_options=flags.get("storage_options", {}))
-    layout = Layout.of_output(output, where)
+def read_plan(output: str, config: JobConfig) -> Plan:
+    """The plan of ``output``, reached as ``config`` says. Raises ``InputError`` when it has none."""
+    layout = Layout.of_output(output, config)
     name = layout.in_state("plan.json")
     data = layout.store.read(name)
     if data is None:

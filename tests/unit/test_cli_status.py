@@ -209,6 +209,14 @@ def test_retry_accepts_repaired_adapters_and_a_job_file_but_nothing_that_binds(j
     assert again.lora_modules == {"c": "d"}
 
 
+def test_retry_finds_a_remote_output_as_its_job_file_says(job: Path, tmp_path: Path) -> None:
+    with open_state(config_of(job, output="memory://out/x.parquet", work_dir=str(tmp_path / "work"), max_tokens=9)):
+        pass
+    (job.parent / "j.toml").write_text('work_dir = "work"\n')
+    again = retry_config("memory://out/x.parquet", {}, config=str(job.parent / "j.toml"))
+    assert (again.max_tokens, again.output) == (9, "memory://out/x.parquet")
+
+
 def test_retry_of_slices_names_one(job: Path) -> None:
     with open_state(config_of(job, shard="2/3")):
         pass
