@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 from punica_batch_kernels.sgmv import triton_backend
 from punica_batch_kernels.sgmv.linear import OrderedLinear, base_first
 from punica_batch_kernels.sgmv.slot_table import SlotTables
-from punica_batch_kernels.sgmv.tiles import RowTiles, build_tiles
+from punica_batch_kernels.sgmv.tiles import RowTiles
 from punica_batch_kernels.sgmv.types import LoraGroup, Segments, SlotWeights
 
 HIDDEN, INTERMEDIATE, LAYERS = 4096, 11008, 32
@@ -88,10 +88,9 @@ def lengths_of(kind: str, rows: int) -> list[int]:
 
 def segments_for(lengths: list[int], block_m: int | None = None) -> Segments:
     starts, slots = [0, *np.cumsum(lengths).tolist()], list(range(len(lengths)))
-    tiles = build_tiles(starts, slots, CUDA)
-    if block_m is not None:
-        tiles = (RowTiles.build(starts, slots, CUDA, block_m),)
-    return Segments.build(starts, slots, tiles=tiles)
+    if block_m is None:
+        return Segments.build(starts, slots, CUDA)
+    return Segments.build(starts, slots, tiles=(RowTiles.build(starts, slots, CUDA, block_m),))
 
 
 def activations(rows: int, dtype: torch.dtype) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

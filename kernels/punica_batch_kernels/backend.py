@@ -128,7 +128,7 @@ def kernels_for(
     )  # fmt: skip
     build_missing(attention, dtype, kv_dtype or dtype)
     attended = _with_attention(kernels, attention, dtype, kv_dtype or dtype, device)
-    kernels = _with_elementwise(kernels, dtype, device)
+    kernels = _with_elementwise(kernels, dtype, kv_dtype or dtype, device)
     notes = [note for note in (attended.note, kernels.note) if note is not None]
     return replace(
         kernels, plan_attention=attended.plan_attention, paged_attention=attended.paged_attention,
@@ -150,12 +150,13 @@ def _with_attention(
     return replace(kernels, note=f"attention runs in plain torch, not by FlashInfer: {reason}")
 
 
-def _with_elementwise(kernels: Kernels, dtype: torch.dtype, device: torch.device) -> Kernels:
+def _with_elementwise(kernels: Kernels, dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device) -> Kernels:
     if dtype not in (torch.float16, torch.bfloat16):
         return kernels
     from punica_batch_kernels.elementwise.triton_rope import rope_and_write_kv
 
-    kernels = replace(kernels, rope_and_write_kv=rope_and_write_kv, fused=backend_for(device).fused)
+    fused = backend_for(device).fused if kv_dtype == dtype else None
+    kernels = replace(kernels, rope_and_write_kv=rope_and_write_kv, fused=fused)
     try:
         with torch.cuda.device(device):
             backend = FlashInferElementwise(dtype, device)

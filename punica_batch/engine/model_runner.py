@@ -12,7 +12,14 @@ from typing import Any
 import numpy as np
 import torch
 from punica_batch_kernels.attention.types import AttentionMetadata
-from punica_batch_kernels.sgmv.tiles import PER_ROW, common_families, cut_tiles, plan_families, tile_bucket
+from punica_batch_kernels.sgmv.tiles import (
+    PER_ROW,
+    common_families,
+    cut_tiles,
+    plan_families,
+    take_all_rows,
+    tile_bucket,
+)
 from punica_batch_kernels.sgmv.types import Segments
 from torch import Tensor
 
@@ -134,9 +141,10 @@ class ModelRunner:
         """A step's final hidden states [R, hidden], of ``arrays.logits_rows``; what it was sent as; and those rows'
         segments."""
         slots, kept_slots = self._slots(arrays.segment_lora_ids), self._slots(arrays.logits_segment_lora_ids)
-        tiles = self._tiles(arrays.seg_indptr, slots)
+        all_rows = take_all_rows(arrays.seg_indptr, slots)
+        tiles = self._tiles(arrays.seg_indptr, slots, all_rows=all_rows)
         inputs = self._send(arrays, [*tiles, *self._tiles(arrays.logits_seg_indptr, kept_slots)])
-        segments = Segments.build(arrays.seg_indptr, slots, tiles=inputs.tiles[: len(tiles)])
+        segments = Segments.build(arrays.seg_indptr, slots, tiles=inputs.tiles[: len(tiles)], all_rows=all_rows)
         asked = Segments.build(arrays.logits_seg_indptr, kept_slots, tiles=inputs.tiles[len(tiles) :])
         # with none to keep, the last layer is as good with all: there are kernels that do not take no rows
         kept = KeptRows(inputs.logits_rows, asked) if arrays.sampled else None
@@ -175,12 +183,14 @@ class ModelRunner:
             np.array([sequence.seat for sequence in arrays.sampled], dtype=np.int64), tiles,
         )  # fmt: skip
 
-    def _tiles(self, seg_indptr: list[int], slots: list[int], shape: StepShape | None = None) -> Tiles:
+    def _tiles(
+        self, seg_indptr: list[int], slots: list[int], shape: StepShape | None = None, *, all_rows: bool = False
+    ) -> Tiles:
         """The work of each kernel family: as many tiles as there are, or as the step's shape has."""
         if self.model.device.type == "cpu":
             return []
         tiles = []
-        for family in plan_families(seg_indptr, slots):
+        for family in plan_families(seg_indptr, slots, all_rows=all_rows):
             count = family.num_tiles
             if shape is not None:  # twice as many tiles of single rows cost 1 %: a shape needs but one graph
                 count = tile_bucket(shape.num_tokens if family.block_m == PER_ROW else count)

@@ -102,7 +102,7 @@ class DecoderLayer:
         x = kernels.rms_norm(residual, self.input_norm, config.rms_norm_eps)
         heads = config.num_attention_heads
         rotation = (heads, self.qk_norm, step.cos, step.sin, *cache, step.meta.slot_mapping)
-        if lora is not None and kernels.fused is not None and kernels.fused.serves(step.segments):
+        if lora is not None and kernels.fused is not None and step.segments.all_rows:
             qkv = kernels.fused.rope_and_write_kv(self.qkv.apply, x, lora.qkv, step.segments, *rotation)
         else:
             qkv = self._project(self.qkv, x, step.segments, lora.qkv if lora else None)
@@ -118,7 +118,7 @@ class DecoderLayer:
         kernels = self.kernels
         self._add_projection(residual, self.o, heads, segments, lora.o if lora else None)
         x = kernels.rms_norm(residual, self.post_attention_norm, self.config.rms_norm_eps)
-        if lora is not None and kernels.fused is not None and kernels.fused.serves(segments):
+        if lora is not None and kernels.fused is not None and segments.all_rows:
             x = kernels.fused.silu_and_mul(self.gate_up.apply, x, lora.gate_up, segments)
         else:
             x = kernels.silu_and_mul(self._project(self.gate_up, x, segments, lora.gate_up if lora else None))

@@ -93,7 +93,7 @@ def test_large_prefills_have_the_expand_inside(kind: str, dtype: torch.dtype) ->
 
     fused, close = TritonFusedProducts(), {"atol": TOLERANCE[dtype] * 2, "rtol": TOLERANCE[dtype] * 2}
     group, segments, x, weight = layers_and_adapters(dtype, MANY_ROWS[kind])
-    assert fused.serves(segments)
+    assert segments.all_rows
     wide = make_group([(16, 16), (5, 0), (0, 0), (100, 9)], 1024, (1408, 1408), empty(dtype))
     wide_weight = (torch.randn(2816, 1024, device=CUDA) / 32).to(dtype)
     rows = x.shape[0]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 from punica_batch_kernels.sgmv.slot_table import SlotTables
-from punica_batch_kernels.sgmv.tiles import RowTiles, build_tiles, cut_tiles
+from punica_batch_kernels.sgmv.tiles import RowTiles, build_tiles, cut_tiles, take_all_rows
 from punica_batch_kernels.sgmv.types import LoraGroup, Segments, SlotWeights
 from torch import Tensor
 
@@ -67,10 +67,11 @@ def make_segments(
     """In the families that the rule chooses, or all in that of ``block_m``."""
     slots = [slot for slot, _ in layout]
     starts = [0, *np.cumsum([rows for _, rows in layout]).tolist()]
-    tiles = build_tiles(starts, slots, device)
     if block_m is not None:
-        tiles = (RowTiles.build(starts, slots, device, block_m, num_tiles),)
-    return Segments.build(starts, slots, tiles=tiles)
+        return Segments.build(starts, slots, tiles=(RowTiles.build(starts, slots, device, block_m, num_tiles),))
+    all_rows = take_all_rows(starts, slots)
+    tiles = build_tiles(starts, slots, device, all_rows=all_rows)
+    return Segments.build(starts, slots, tiles=tiles, all_rows=all_rows)
 
 
 def refill(tiles: RowTiles, starts: Sequence[int], slots: Sequence[int]) -> None:

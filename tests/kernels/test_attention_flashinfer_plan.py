@@ -211,3 +211,6 @@ def test_backends_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernels.paged_attention is reference.paged_attention
     assert kernels.add_lora is not REFERENCE.add_lora
     assert "ModuleNotFoundError" in str(kernels.note)
+    assert kernels.fused is not None
+    other_cache = kernels_for(torch.device("cuda"), torch.float16, shape, torch.bfloat16)
+    assert other_cache.fused is None, "they write keys and values as they have them"

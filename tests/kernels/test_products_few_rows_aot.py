@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -77,5 +78,25 @@ def test_every_measured_configuration_fits(monkeypatch: pytest.MonkeyPatch) -> N
             assert compiled.metadata.shared <= H100_SHARED_MEMORY
 
 
-def test_what_was_not_measured_is_left_to_torch() -> None:
-    assert choose_config(16, 4096, 4096, torch.float16, torch.device("cpu")) is None
+@pytest.mark.parametrize(
+    ("rows", "out_features", "in_features", "dtype", "major", "multiprocessors", "is_ours"),
+    [
+        (16, 4096, 4096, torch.float16, 9, 132, True),
+        (64, 4096, 11008, torch.bfloat16, 9, 132, True),
+        (32, 12288, 4096, torch.float16, 9, 132, True),
+        (64, 22016, 4096, torch.float16, 9, 132, False),  # measured: cuBLAS is faster
+        (16, 5120, 5120, torch.float16, 9, 132, False),  # not measured
+        (16, 4096, 4096, torch.float32, 9, 132, False),
+        (16, 4096, 4096, torch.float16, 8, 132, False),
+        (16, 4096, 4096, torch.float16, 9, 114, False),  # a smaller GPU, which other tiles fill
+    ],
+)
+def test_what_was_not_measured_is_left_to_torch(
+    rows: int, out_features: int, in_features: int, dtype: torch.dtype, major: int, multiprocessors: int,
+    is_ours: bool, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    about = SimpleNamespace(major=major, multi_processor_count=multiprocessors)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
+    for device, expected in (("cuda", is_ours), ("cpu", False)):
+        config = choose_config(rows, out_features, in_features, dtype, torch.device(device))
+        assert (config is not None) is expected

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
-
 import pytest
 import torch
-from punica_batch_kernels.sgmv.tiles import RowTiles, build_tiles
+from punica_batch_kernels.sgmv.tiles import RowTiles
 from punica_batch_kernels.sgmv.types import LoraGroup, Segments
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -39,18 +37,3 @@ def test_the_order_of_a_step(
     run = linear.OrderedLinear(torch.device("cpu"))
     run(lambda x: x, torch.empty(rows, 8), LoraGroup(8, (0, 8), [None]), segments)
     assert taken == [order]
-
-
-@pytest.mark.parametrize(
-    ("lengths", "fuses"),
-    [([512], True), ([256] * 3 + [1] * 40, True), ([1] * 600, False), ([40, 9], False), ([1], False)],
-)
-def test_large_prefills_are_fused(lengths: list[int], fuses: bool) -> None:
-    starts = [0, *accumulate(lengths)]
-    slots = list(range(len(lengths)))
-    fused = linear.TritonFusedProducts()
-    assert fused.serves(Segments.build(starts, slots, tiles=build_tiles(starts, slots, "cpu"))) is fuses
-    assert not fused.serves(
-        Segments.build(starts, [-1] * len(slots), tiles=build_tiles(starts, [-1] * len(slots), "cpu"))
-    )
-    assert not fused.serves(Segments.build(starts, slots)), "without tiles it cannot"

@@ -14,6 +14,7 @@ from punica_batch_kernels.sgmv.tiles import (
     build_tiles,
     cut_tiles,
     plan_families,
+    take_all_rows,
     tile_bucket,
 )
 from punica_batch_kernels.sgmv.types import Segments
@@ -46,15 +47,15 @@ def test_tiles_cover_each_row_once(layout: list[tuple[int, int]], block_m: int, 
     assert got == want
 
 
-@given(layout=segments, long=st.booleans())
-def test_families_share_the_segments(layout: list[tuple[int, int]], long: bool) -> None:
+@given(layout=segments, long=st.booleans(), all_rows=st.booleans())
+def test_families_share_the_segments(layout: list[tuple[int, int]], long: bool, all_rows: bool) -> None:
     layout = layout + [(0, 600)] * long
     starts = starts_of([rows for _, rows in layout])
-    families = plan_families(starts, [slot for slot, _ in layout])
+    all_rows = all_rows and take_all_rows(starts, [slot for slot, _ in layout])
+    families = plan_families(starts, [slot for slot, _ in layout], all_rows=all_rows)
     for i, (_, rows) in enumerate(layout):
         if rows:
-            taken_along = [f.block_m for f in families] == [PREFILL]
-            assert sum(bool(family.segments[i]) for family in families) == (layout[i][0] >= 0 or taken_along)
+            assert sum(bool(family.segments[i]) for family in families) == (layout[i][0] >= 0 or all_rows)
     slots = [slot for slot, _ in layout]
     assert bool(families) == any(slot >= 0 and rows for slot, rows in layout)
     for family in families:
@@ -76,9 +77,9 @@ def test_families_share_the_segments(layout: list[tuple[int, int]], long: bool) 
         ([512] * 8, [PREFILL]),
         ([4096], [PREFILL]),
         ([256] * 8 + [1] * 4, [PREFILL]),
-        ([256] * 8 + [1] * 128, [PREFILL]),
-        ([256] * 8 + [1] * 129, [PREFILL, PER_ROW]),
-        ([1024] + [8] * 20, [PREFILL]),
+        ([256] * 8 + [1] * 16, [PREFILL]),
+        ([256] * 8 + [1] * 17, [PREFILL, PER_ROW]),
+        ([1024] + [8] * 20, [PREFILL, GROUPED]),
         ([60] + [1] * 31, [PER_ROW]),
         ([60] + [1] * 255, [PER_ROW]),
         ([500] + [1] * 255, [GROUPED, PER_ROW]),
@@ -88,6 +89,25 @@ def test_families_share_the_segments(layout: list[tuple[int, int]], long: bool) 
 )
 def test_the_rule(lengths: list[int], families: list[int]) -> None:
     assert [f.block_m for f in plan_families(starts_of(lengths), list(range(len(lengths))))] == families
+
+
+@pytest.mark.parametrize(
+    ("layout", "takes"),
+    [
+        ([(0, 512)], True),
+        ([(0, 511)], False),
+        ([(0, 256), (1, 256), *((i, 1) for i in range(32))], True),
+        ([(0, 256), (1, 256), *((i, 1) for i in range(33))], False),  # too many short ones
+        ([(0, 512), (-1, 512), (-1, 0)], True),
+        ([(0, 512), (-1, 513)], False),  # most rows are the base model's
+        ([(-1, 4096)], False),
+        ([(i, 1) for i in range(600)], False),
+        ([], False),
+    ],
+)
+def test_large_prefills_take_all_rows(layout: list[tuple[int, int]], takes: bool) -> None:
+    starts, slots = starts_of([rows for _, rows in layout]), [slot for slot, _ in layout]
+    assert take_all_rows(starts, slots) is takes
 
 
 @given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=60))

@@ -30,8 +30,8 @@ class FewRowsConfig:
     prefetch: int = 0
 
 
-# Fewer columns than that have too few tiles of 64 for an H200's multiprocessors: two programs share each.
-_NARROW = 132 * 64
+# Of an H200 and an H100: tiles that fill these evenly fill no other number so.
+_MULTIPROCESSORS = 132
 _PREFETCH = 512
 
 
@@ -41,12 +41,15 @@ def _config(
     return FewRowsConfig(block_n, block_k, transposed, num_warps, num_stages, split_k, prefetch=_PREFETCH)
 
 
-_NARROW_CONFIGS: dict[int, FewRowsConfig | None] = {
+# 4,096 columns are too few tiles of 64: two programs share each.
+_OF_4096: dict[int, FewRowsConfig | None] = {
     16: _config(64, 256, 4, split_k=2), 32: _config(64, 256, 4, split_k=2), 64: _config(32, 256, 4, transposed=False),
 }  # fmt: skip
 # By [out, in] of a weight and ``row_bucket``: what was best on an H200 in float16; None where cuBLAS was. How evenly
 # tiles fill the multiprocessors decides, so there is no rule for others.
 MEASURED: dict[tuple[int, int], dict[int, FewRowsConfig | None]] = {
+    (4096, 4096): _OF_4096,
+    (4096, 11008): _OF_4096,
     (12288, 4096): {16: _config(128, 128, 4), 32: _config(128, 128, 4), 64: _config(128, 128, 4, num_warps=8)},
     (22016, 4096): {16: _config(64, 128, 6), 32: _config(64, 128, 3), 64: None},
     (32000, 4096): {16: _config(128, 128, 3, num_warps=8), 32: _config(128, 64, 4), 64: _config(128, 64, 4)},
@@ -62,8 +65,9 @@ def choose_config(
     rows: int, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device
 ) -> FewRowsConfig | None:
     """None: cuBLAS is faster, or nothing was measured on a GPU like ``device``."""
-    if dtype.itemsize != 2 or device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+    if dtype.itemsize != 2 or device.type != "cuda":
         return None
-    is_narrow = 2048 <= out_features <= _NARROW and in_features >= 4096  # measured: 4,096 of 4,096 and of 11,008
-    configs = _NARROW_CONFIGS if is_narrow else MEASURED.get((out_features, in_features), {})
-    return configs.get(row_bucket(rows))
+    about = torch.cuda.get_device_properties(device)
+    if about.major != 9 or about.multi_processor_count != _MULTIPROCESSORS:
+        return None
+    return MEASURED.get((out_features, in_features), {}).get(row_bucket(rows))

@@ -28,11 +28,8 @@ class LoraLinear(Protocol):
 
 
 class FusedProducts(Protocol):
-    """A layer's wide products with adapters and what follows them, in steps that it ``serves``: large prefills."""
-
-    def serves(self, segments: Segments) -> bool:
-        """Whether steps of these segments are to be given to it."""
-        ...
+    """A layer's wide products with adapters and what follows them, for segments with ``all_rows``: large prefills. The
+    KV cache is of the model's dtype."""
 
     def rope_and_write_kv(
         self,

@@ -1,8 +1,8 @@
 """The expand inside the kernel that follows the product: rotation and KV write after Q/K/V, activation after gate/up.
 
 What the product with adapters would store and that kernel read again is most of what the add-on moves in a prefill. It
-is for steps whose rows are all in tall tiles, base rows in some of slot -1: ``serves`` tells. ``config``, where it is
-given, is used in place of the rule's choice.
+is for segments with ``all_rows``, whose rows are all in tall tiles, base rows in some of slot -1. ``config``, where it
+is given, is used in place of the rule's choice.
 """
 
 from __future__ import annotations
@@ -17,17 +17,12 @@ from torch import Tensor
 from punica_batch_kernels.elementwise.types import QKNorm
 from punica_batch_kernels.sgmv.fused_kernels import expand_rope_kernel, expand_silu_kernel
 from punica_batch_kernels.sgmv.launch import Launcher
-from punica_batch_kernels.sgmv.tiles import PREFILL, RowTiles
+from punica_batch_kernels.sgmv.tiles import RowTiles
 from punica_batch_kernels.sgmv.triton_backend import Plan, has_pdl, plans_of, table_of
 from punica_batch_kernels.sgmv.triton_config import ExpandConfig, rope_rule, silu_rule, slice_columns
 from punica_batch_kernels.sgmv.types import LoraGroup, Segments
 
 launch_silu, launch_rope = Launcher(expand_silu_kernel, aligned=3), Launcher(expand_rope_kernel, aligned=2)
-
-
-def serves(segments: Segments) -> bool:
-    """Whether the step has rows with adapters, and all its rows in tall tiles."""
-    return segments.tiles is not None and [t.block_m for t in segments.tiles] == [PREFILL]
 
 
 def expand_silu(
@@ -87,7 +82,7 @@ def expand_rope_and_write_kv(
             qkv, v, tiles.entries, table.entries, q_weight, k_weight, cos, sin, k_cache, v_cache, slot_mapping,
         )  # fmt: skip
         launch_rope(
-            (*constants.values(), qkv.dtype, qkv.get_device(), *strides, *cache_strides),
+            (*constants.values(), qkv.dtype, k_cache.dtype, qkv.get_device(), *strides, *cache_strides),
             tiles.entries.shape[0] * heads // blocks, tensors,
             (eps, v.shape[1], *strides, plan.config[0].programs, *cache_strides), partial(_options, constants, pdl),
         )  # fmt: skip

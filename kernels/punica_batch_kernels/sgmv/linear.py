@@ -66,9 +66,6 @@ def base_first(base: Base, x: Tensor, group: LoraGroup, segments: Segments) -> T
 class TritonFusedProducts:
     """``FusedProducts`` by the kernels of ``fused``."""
 
-    def serves(self, segments: Segments) -> bool:
-        return fused.serves(segments)
-
     def rope_and_write_kv(
         self,
         base: Base,

@@ -14,8 +14,9 @@ from torch import Tensor
 # Rows of a tile in each family: per row (no tensor cores), grouped decode, prefill.
 PER_ROW, GROUPED, PREFILL = 1, 16, 64
 
-# Segments of so many rows are long; where they hold as many rows in all as no decode step has, it is a prefill.
-_LONG, _MIN_LONG_ROWS = 32, 512
+# Segments of so many rows are long; where they hold so many rows in all, they have launches of their own, which more
+# than a few other segments do not share.
+_LONG, _MIN_LONG_ROWS, _FEW = 32, 512, 16
 # A short segment costs a prefill a tall tile, which takes 0.65 us a layer more than tiles of its own; a tall tile of a
 # long segment saves 2.7 us in the kernels of ``fused`` (an H200 at rank 16).
 _MAX_SHORT = 4
@@ -63,22 +64,34 @@ class Family(NamedTuple):
     num_tiles: int
 
 
-def plan_families(seg_indptr: IntSequence, lora_indices: IntSequence) -> list[Family]:
-    """Which kernels serve a step. None for a step of base rows; more than one where it pays to launch more.
+def take_all_rows(seg_indptr: IntSequence, lora_indices: IntSequence) -> bool:
+    """Whether a step is a large prefill that is to have tall tiles of all its rows, base rows too: one launch, and the
+    kernels of ``fused``. Not with many short segments, nor where most rows are the base model's."""
+    lengths, has_lora = np.diff(np.asarray(seg_indptr, dtype=np.int64)), np.asarray(lora_indices) >= 0
+    is_long, tall = has_lora & (lengths >= _LONG), -(-lengths // PREFILL)
+    if int(lengths[is_long].sum()) < _MIN_LONG_ROWS:
+        return False
+    num_short = int((has_lora & ~is_long & (lengths > 0)).sum())
+    long_tiles = int(tall[is_long].sum())
+    return num_short <= _MAX_SHORT * long_tiles and int(tall[~has_lora].sum()) <= long_tiles
 
-    Host only, vectorized. A large prefill takes all rows along, base rows too, for one launch and the kernels of
-    ``fused``, unless it has many short segments. Of the rows that no prefill launch takes, each layout's cost is
-    counted in adapters read: all of them one by one, all in tiles, or tiles for segments of several rows beside single
-    rows.
+
+def plan_families(seg_indptr: IntSequence, lora_indices: IntSequence, *, all_rows: bool = False) -> list[Family]:
+    """Which kernels serve a step. None for a step of base rows; more than one where it pays to launch more.
+    ``all_rows``: one family takes them all, as ``take_all_rows`` says.
+
+    Host only, vectorized. Of the rows that no prefill launch takes, each layout's cost is counted in adapters read: all
+    of them one by one, all in tiles, or tiles for segments of several rows beside single rows.
     """
     all_lengths, has_lora = np.diff(np.asarray(seg_indptr, dtype=np.int64)), np.asarray(lora_indices) >= 0
+    if all_rows:
+        return [Family(PREFILL, all_lengths > 0, int((-(-all_lengths // PREFILL)).sum()))]
     lengths = np.where(has_lora, all_lengths, 0)
     parts: list[tuple[int, NDArray[np.bool_]]] = []
     is_long = lengths >= _LONG
     if int(lengths[is_long].sum()) >= _MIN_LONG_ROWS:
-        tall_tiles = int((-(-lengths[is_long] // PREFILL)).sum())
-        if int((lengths > 0).sum() - is_long.sum()) <= _MAX_SHORT * tall_tiles:
-            return [Family(PREFILL, all_lengths > 0, int((-(-all_lengths // PREFILL)).sum()))]
+        if int((lengths > 0).sum() - is_long.sum()) <= _FEW:
+            is_long = lengths > 0
         parts.append((PREFILL, is_long))
         lengths = np.where(is_long, 0, lengths)
     single, several = lengths == 1, lengths > 1
@@ -107,11 +120,13 @@ def common_families(num_tokens: int) -> list[tuple[tuple[int, int], ...]]:
     return [((PER_ROW, tile_bucket(num_tokens)),), *(((GROUPED, count),) for count in grouped)]
 
 
-def build_tiles(seg_indptr: IntSequence, lora_indices: IntSequence, device: torch.device | str) -> tuple[RowTiles, ...]:
+def build_tiles(
+    seg_indptr: IntSequence, lora_indices: IntSequence, device: torch.device | str, *, all_rows: bool = False
+) -> tuple[RowTiles, ...]:
     """A step's tiles in buffers of their own, family by family."""
     return tuple(
         RowTiles.build(seg_indptr, lora_indices, device, family.block_m, segments=family.segments)
-        for family in plan_families(seg_indptr, lora_indices)
+        for family in plan_families(seg_indptr, lora_indices, all_rows=all_rows)
     )
 
 

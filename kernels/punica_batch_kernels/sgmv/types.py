@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from punica_batch_kernels.sgmv.tiles import RowTiles, build_tiles
+from punica_batch_kernels.sgmv.tiles import RowTiles, build_tiles, take_all_rows
 
 # Q, K and V: no more projections than these share an input.
 MAX_SLICES = 3
@@ -32,12 +32,14 @@ class Segments:
 
     ``seg_indptr`` [S + 1], rising from 0 to the number of rows; ``lora_indices`` [S], slot or -1: for backends that
     loop on the host. ``tiles`` are the work lists, one a kernel family, of those on CUDA devices (elsewhere: None).
-    A step that replays a graph refills the tiles alone.
+    A step that replays a graph refills the tiles alone. ``all_rows``: they are tall tiles of all rows, base rows too,
+    which the kernels of ``fused`` need.
     """
 
     seg_indptr: tuple[int, ...]
     lora_indices: tuple[int, ...]
     tiles: tuple[RowTiles, ...] | None = None
+    all_rows: bool = False
 
     @classmethod
     def build(
@@ -46,8 +48,10 @@ class Segments:
         lora_indices: Sequence[int],
         device: torch.device | str = "cpu",
         tiles: tuple[RowTiles, ...] | None = None,
+        all_rows: bool = False,
     ) -> Segments:
-        """``tiles`` (None: made and sent to a CUDA ``device`` here): those of these segments.
+        """``tiles`` (None: made and sent to a CUDA ``device`` here, with what ``all_rows`` is then): those of these
+        segments.
 
         Raises ``ValueError`` unless starts rise from 0 and there is one slot a segment.
         """
@@ -56,8 +60,9 @@ class Segments:
         if any(b < a for a, b in pairwise(seg_indptr)):
             raise ValueError("seg_indptr must not fall")
         if tiles is None and torch.device(device).type == "cuda":
-            tiles = build_tiles(seg_indptr, lora_indices, device)
-        return cls(tuple(seg_indptr), tuple(lora_indices), tiles)
+            all_rows = take_all_rows(seg_indptr, lora_indices)
+            tiles = build_tiles(seg_indptr, lora_indices, device, all_rows=all_rows)
+        return cls(tuple(seg_indptr), tuple(lora_indices), tiles, all_rows)
 
     @property
     def lengths(self) -> tuple[int, ...]:
