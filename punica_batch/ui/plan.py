@@ -35,7 +35,8 @@ def _facts(plan: Plan) -> dict[str, str]:
     about = "" if tokens.exact else "about "
     basis = "all rows tokenized" if tokens.exact else f"from {count(tokens.sampled_rows)} rows; --exact reads all"
     files = plural(len(plan.inputs), "file")
-    ranks = ", ".join(f"{number} of rank {rank}" for rank, number in plan.adapters.ranks.items())
+    kinds = [f"{number} of rank {rank}" for rank, number in adapters.ranks.items()]
+    kinds += [f"{len(adapters.problems)} missing or bad"] if adapters.problems else []
     facts = {
         "model": plan.model,
         "input": f"{count(plan.rows)} rows of {files} ({size(sum(file.nbytes for file in plan.inputs))})",
@@ -43,7 +44,7 @@ def _facts(plan: Plan) -> dict[str, str]:
         f"at most {count(tokens.max_prompt_tokens)} ({basis})",
         "generated": f"{count(plan.samples)} answers, at most {count(tokens.max_generated_tokens)} tokens",
         "adapters": f"{'' if adapters.exact else 'at least '}{count(adapters.count)}"
-        + (f" ({ranks})" if ranks else "")
+        + (f" ({', '.join(kinds)})" if kinds else "")
         + (f", {count(adapters.base_rows)} rows for the base model" if adapters.base_rows else ""),
         "workers": _workers(placement),
         "read ahead": f"at most {count(plan.window.max_rows)} rows ({size(plan.window.max_bytes)}), so that rows of "

@@ -83,6 +83,7 @@ def test_plan_for_people_names_the_faults(job: Path, capsys: pytest.CaptureFixtu
     assert cli.execute(["plan", str(job), "--device", "cpu", "--max-errors", "1"]) == 0
     out = capsys.readouterr().out
     assert "95 answers, at most 760 tokens" in out
+    assert "4 (1 of rank 2, 1 of rank 4, 2 missing or bad), 16 rows for the base model" in " ".join(out.split())
     assert "use_dora is not supported" in out
     assert "the registry has no adapter 'nobody' (1 row)" in out
     assert "run would stop: 5 rows would fail, --max-errors allows 1" in out
