@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from punica_batch_kernels.attention.types import AttentionMetadata
 from punica_batch_kernels.backend import REFERENCE, Kernels
-from punica_batch_kernels.elementwise.types import QKNorm
+from punica_batch_kernels.elementwise.types import QKNorm, Rotation
 from punica_batch_kernels.sgmv.types import LoraGroup, Segments
 from torch import Tensor
 from torch.nn import functional
@@ -101,13 +101,13 @@ class DecoderLayer:
         config, kernels = self.config, self.kernels
         x = kernels.rms_norm(residual, self.input_norm, config.rms_norm_eps)
         heads = config.num_attention_heads
-        rotation = (heads, self.qk_norm, step.cos, step.sin, *cache, step.meta.slot_mapping)
+        rotation = Rotation(heads, self.qk_norm, step.cos, step.sin, *cache, step.meta.slot_mapping)
         if lora is not None and kernels.fused is not None and step.segments.all_rows:
-            qkv = kernels.fused.rope_and_write_kv(self.qkv.apply, x, lora.qkv, step.segments, *rotation)
+            qkv = kernels.fused.rope_and_write_kv(self.qkv.apply, x, lora.qkv, step.segments, rotation)
         else:
             qkv = self._project(self.qkv, x, step.segments, lora.qkv if lora else None)
             qkv = qkv.view(-1, heads + 2 * config.num_key_value_heads, config.head_dim)
-            kernels.rope_and_write_kv(qkv, *rotation)
+            kernels.rope_and_write_kv(qkv, rotation)
         out = kernels.paged_attention(
             qkv[:, :heads], *cache, step.meta, scale=self.scale, window=self.window, plan=step.plans[self.window]
         )

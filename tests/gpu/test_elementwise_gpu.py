@@ -10,6 +10,7 @@ from functools import cache
 import pytest
 import torch
 from punica_batch_kernels.backend import REFERENCE, Kernels, _with_elementwise
+from punica_batch_kernels.elementwise.types import Rotation
 from rope_cases import check_rope_and_write_kv, normed
 from torch import Tensor
 from torch.nn import functional
@@ -82,7 +83,7 @@ def test_a_captured_layer_follows_its_buffers(dtype: torch.dtype) -> None:
     def step() -> list[Tensor]:
         made.add_linear(residual, x, product, None)
         y = made.rms_norm(residual, weight, 1e-6)
-        made.rope_and_write_kv(qkv, 8, None, cos, sin, caches[0], caches[1], slots)
+        made.rope_and_write_kv(qkv, Rotation(8, None, cos, sin, caches[0], caches[1], slots))
         return [y, made.silu_and_mul(y.view(rows, 512))]
 
     def fill(seed: int) -> None:

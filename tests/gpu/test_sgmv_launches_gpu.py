@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from punica_batch_kernels.elementwise.types import Rotation
 from punica_batch_kernels.sgmv import backend_for
 from punica_batch_kernels.sgmv.tiles import GROUPED, PER_ROW, RowTiles, plan_families, tile_bucket
 from punica_batch_kernels.sgmv.types import LoraGroup, Segments
@@ -102,9 +103,8 @@ def test_large_prefills_have_the_expand_inside(kind: str, dtype: torch.dtype) ->
     caches = [torch.zeros(-(-rows // 16) + 2, 16, 1, 128, dtype=dtype, device=CUDA) for _ in range(2)]
 
     def both() -> tuple[Tensor, Tensor]:
-        qkv = fused.rope_and_write_kv(
-            lambda x: functional.linear(x, weight), x, group, segments, 4, None, cos, sin, caches[0], caches[1], slots
-        )
+        rotation = Rotation(4, None, cos, sin, caches[0], caches[1], slots)
+        qkv = fused.rope_and_write_kv(lambda x: functional.linear(x, weight), x, group, segments, rotation)
         return qkv, fused.silu_and_mul(lambda x: functional.linear(x, wide_weight), x, wide, segments)
 
     both()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
-from punica_batch_kernels.elementwise.types import QKNorm, RopeAndWriteKV
+from punica_batch_kernels.elementwise.types import QKNorm, RopeAndWriteKV, Rotation
 from torch import Tensor
 
 BLOCK = 16
@@ -39,7 +39,7 @@ def check_rope_and_write_kv(
     k_cache, v_cache = torch.full(shape, math.nan, dtype=dtype, device=device).unbind(1)
     slots = torch.randperm(blocks * BLOCK)[:rows].to(device)
     weights = QKNorm(*(torch.randn(head_dim, device=device).to(dtype) for _ in range(2)), 1e-6) if norm else None
-    function(qkv, num_heads, weights, angles.cos(), angles.sin(), k_cache, v_cache, slots)
+    function(qkv, Rotation(num_heads, weights, angles.cos(), angles.sin(), k_cache, v_cache, slots))
 
     q, k, v = before.split_with_sizes([num_heads, kv_heads, kv_heads], dim=1)
     want_q = normed(q, weights.q_weight, 1e-6) if weights else q

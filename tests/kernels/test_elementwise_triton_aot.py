@@ -9,7 +9,7 @@ import pytest
 import torch
 from aot import A100_SHARED_MEMORY, NEEDS_COMPILER, Launch, compile_for
 from punica_batch_kernels.elementwise import triton_rope
-from punica_batch_kernels.elementwise.types import QKNorm
+from punica_batch_kernels.elementwise.types import QKNorm, Rotation
 from punica_batch_kernels.sampling import triton_backend
 from punica_batch_kernels.sampling.types import DrawParams
 
@@ -60,7 +60,7 @@ def test_rope_compiles(head_dim: int, dtype: torch.dtype, capability: int, monke
     cache, angles = torch.zeros(4, 16, 8, head_dim, dtype=dtype), torch.zeros(3, 1, head_dim // 2)
     qkv, slots = torch.zeros(3, 48, head_dim, dtype=dtype), torch.zeros(3, dtype=torch.int64)
     for norm in (None, QKNorm(qkv[0, 0], qkv[0, 0], 1e-6)):
-        triton_rope.rope_and_write_kv(qkv, 32, norm, angles, angles, cache, cache, slots)
+        triton_rope.rope_and_write_kv(qkv, Rotation(32, norm, angles, angles, cache, cache, slots))
     texts = compile_all(launches, capability)
     assert "sqrt.rn" not in texts[0]
     assert "sqrt.rn" in texts[1]

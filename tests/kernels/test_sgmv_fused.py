@@ -24,7 +24,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 else:
     import math
 
-    from punica_batch_kernels.elementwise.types import QKNorm
+    from punica_batch_kernels.elementwise.types import QKNorm, Rotation
     from punica_batch_kernels.sgmv import fused
     from punica_batch_kernels.sgmv.linear import TritonFusedProducts
     from punica_batch_kernels.sgmv.tiles import PREFILL
@@ -89,10 +89,8 @@ else:
         slots = torch.randperm(blocks * BLOCK)[:rows]
         weights = QKNorm(*(torch.randn(head_dim).to(dtype) for _ in range(2)), 1e-6) if norm else None
         qkv = base.clone().view(rows, -1, head_dim)
-        fused.expand_rope_and_write_kv(
-            qkv, shrunk(x, group, segments), group, segments, num_heads, weights, angles.cos(), angles.sin(),
-            k_cache, v_cache, slots,
-        )  # fmt: skip
+        rotation = Rotation(num_heads, weights, angles.cos(), angles.sin(), k_cache, v_cache, slots)
+        fused.expand_rope_and_write_kv(qkv, shrunk(x, group, segments), group, segments, rotation)
         want = expected(base, x, group, segments).view(rows, -1, head_dim)
         q, k, v = want.split_with_sizes([num_heads, kv_heads, kv_heads], dim=1)
         if weights is not None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from aot import A100_SHARED_MEMORY, NEEDS_COMPILER, Launch, compile_for
-from punica_batch_kernels.elementwise.types import QKNorm
+from punica_batch_kernels.elementwise.types import QKNorm, Rotation
 from punica_batch_kernels.sgmv import fused, triton_backend
 from punica_batch_kernels.sgmv.tiles import GROUPED, PER_ROW, PREFILL, RowTiles
 from punica_batch_kernels.sgmv.triton_config import Config, load_table
@@ -94,9 +94,9 @@ def test_the_fused_expand_compiles(
     v = triton_backend.empty_v(qkv.flatten(1), group, segments)
     angles, cache = torch.empty(rows, 1, dim // 2), torch.empty(8, 16, heads[1], dim, dtype=dtype)
     for norm in (None, QKNorm(qkv[0, 0], qkv[0, 1], 1e-6)):
-        fused.expand_rope_and_write_kv(
-            qkv, v, group, segments, heads[0], norm, angles, angles, cache, cache, torch.zeros(rows, dtype=torch.int64)
-        )
+        slots = torch.zeros(rows, dtype=torch.int64)
+        rotation = Rotation(heads[0], norm, angles, angles, cache, cache, slots)
+        fused.expand_rope_and_write_kv(qkv, v, group, segments, rotation)
     group = group_of(4096, (14336, 14336), max_rank, dtype)
     gate_up = torch.empty(rows, 28672, dtype=dtype)
     fused.expand_silu(gate_up, triton_backend.empty_v(gate_up, group, segments), group, segments)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from punica_batch_kernels.attention.reference import write_kv
-from punica_batch_kernels.elementwise.types import QKNorm, RopeAndWriteKV
+from punica_batch_kernels.elementwise.types import RopeAndWriteKV, Rotation
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
@@ -52,16 +52,8 @@ def in_turn(
 ) -> RopeAndWriteKV:
     """``RopeAndWriteKV`` as one function after the other, where no kernel does all of it."""
 
-    def rope_and_write_kv(
-        qkv: Tensor,
-        num_heads: int,
-        norm: QKNorm | None,
-        cos: Tensor,
-        sin: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        slot_mapping: Tensor,
-    ) -> None:
+    def rope_and_write_kv(qkv: Tensor, rotation: Rotation) -> None:
+        num_heads, norm, cos, sin, k_cache, v_cache, slot_mapping = rotation
         kv_heads = k_cache.shape[2]
         q, k, v = qkv.split_with_sizes([num_heads, kv_heads, kv_heads], dim=1)
         if norm is not None:

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from punica_batch_kernels.elementwise.types import QKNorm
+from punica_batch_kernels.elementwise.types import QKNorm, Rotation
 
 # Numbers of one half of the heads that a program holds.
 _PROGRAM = 1024
@@ -75,17 +75,9 @@ def rope_and_write_kv_kernel(
     tl.store(v_ptr + HALF, second_raw, mask=real & is_v)
 
 
-def rope_and_write_kv(
-    qkv: Tensor,
-    num_heads: int,
-    norm: QKNorm | None,
-    cos: Tensor,
-    sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
-) -> None:
+def rope_and_write_kv(qkv: Tensor, rotation: Rotation) -> None:
     """``types.RopeAndWriteKV``, rounded once. Caches may be strided but for heads and their numbers."""
+    num_heads, norm, cos, sin, k_cache, v_cache, slot_mapping = rotation
     rows, heads, head_dim = qkv.shape
     assert qkv.stride()[1:] == k_cache.stride()[2:] == v_cache.stride()[2:] == (head_dim, 1)
     half = triton.next_power_of_2(head_dim // 2)

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from punica_batch_kernels.elementwise.types import QKNorm
+from punica_batch_kernels.elementwise.types import Rotation
 from punica_batch_kernels.sgmv import reference
 from punica_batch_kernels.sgmv.types import LoraGroup, Segments
 
@@ -37,13 +37,7 @@ class FusedProducts(Protocol):
         x: Tensor,
         group: LoraGroup,
         segments: Segments,
-        num_heads: int,
-        norm: QKNorm | None,
-        cos: Tensor,
-        sin: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        slot_mapping: Tensor,
+        rotation: Rotation,
     ) -> Tensor:
         """``base(x)`` with the adapters added as [T, heads, head_dim], after ``elementwise.types.RopeAndWriteKV``."""
         ...

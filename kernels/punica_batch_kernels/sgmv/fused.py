@@ -14,7 +14,7 @@ from typing import Any
 import triton
 from torch import Tensor
 
-from punica_batch_kernels.elementwise.types import QKNorm
+from punica_batch_kernels.elementwise.types import QKNorm, Rotation
 from punica_batch_kernels.sgmv.fused_kernels import expand_rope_kernel, expand_silu_kernel
 from punica_batch_kernels.sgmv.launch import Launcher
 from punica_batch_kernels.sgmv.tiles import RowTiles
@@ -53,16 +53,11 @@ def expand_rope_and_write_kv(
     v: Tensor,
     group: LoraGroup,
     segments: Segments,
-    num_heads: int,
-    norm: QKNorm | None,
-    cos: Tensor,
-    sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
+    rotation: Rotation,
     config: ExpandConfig | None = None,
 ) -> None:
     """``elementwise.types.RopeAndWriteKV`` of ``qkv`` with the adapters of ``v`` added: the shrink's for this group."""
+    num_heads, norm, cos, sin, k_cache, v_cache, slot_mapping = rotation
     table = table_of(group)
     heads, head_dim = qkv.shape[1:]
     kv_heads = k_cache.shape[2]

@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from punica_batch_kernels.elementwise.types import QKNorm
+from punica_batch_kernels.elementwise.types import Rotation
 from punica_batch_kernels.sgmv import fused
 from punica_batch_kernels.sgmv.triton_backend import add_lora, empty_v, has_tiles, sgmv_expand, sgmv_shrink
 from punica_batch_kernels.sgmv.types import LoraGroup, Segments
@@ -72,19 +72,11 @@ class TritonFusedProducts:
         x: Tensor,
         group: LoraGroup,
         segments: Segments,
-        num_heads: int,
-        norm: QKNorm | None,
-        cos: Tensor,
-        sin: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        slot_mapping: Tensor,
+        rotation: Rotation,
     ) -> Tensor:
         y, v = _product_and_v(base, x, group, segments)
-        qkv = y.view(y.shape[0], -1, k_cache.shape[3])
-        fused.expand_rope_and_write_kv(
-            qkv, v, group, segments, num_heads, norm, cos, sin, k_cache, v_cache, slot_mapping
-        )
+        qkv = y.view(y.shape[0], -1, rotation.k_cache.shape[3])
+        fused.expand_rope_and_write_kv(qkv, v, group, segments, rotation)
         return qkv
 
     def silu_and_mul(self, base: Base, x: Tensor, group: LoraGroup, segments: Segments) -> Tensor:
