@@ -15,6 +15,9 @@ check: $(VENV)/.dev  ## style, types, import rules
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	# tests that only a GPU runs: their calls fit at least
+	MYPYPATH=tests/kernels:tests/unit:tests/integration $(BIN)/mypy tests/gpu --no-warn-return-any --allow-any-generics \
+	  --allow-untyped-calls --allow-untyped-defs --allow-untyped-decorators
 	$(BIN)/lint-imports
 
 gpu-test: $(VENV)/.dev  ## on a machine with an NVIDIA GPU

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from punica_batch_kernels.elementwise.types import Rotation
@@ -92,7 +94,8 @@ def test_large_prefills_have_the_expand_inside(kind: str, dtype: torch.dtype) ->
     """Q/K/V's in the rotation, with 4, 1 and 1 heads of 128, and gate's and up's in the activation; nothing waits."""
     from punica_batch_kernels.sgmv.linear import TritonFusedProducts
 
-    fused, close = TritonFusedProducts(), {"atol": TOLERANCE[dtype] * 2, "rtol": TOLERANCE[dtype] * 2}
+    fused = TritonFusedProducts()
+    check_close = partial(torch.testing.assert_close, atol=TOLERANCE[dtype] * 2, rtol=TOLERANCE[dtype] * 2)
     group, segments, x, weight = layers_and_adapters(dtype, MANY_ROWS[kind])
     assert segments.all_rows
     wide = make_group([(16, 16), (5, 0), (0, 0), (100, 9)], 1024, (1408, 1408), empty(dtype))
@@ -121,9 +124,9 @@ def test_large_prefills_have_the_expand_inside(kind: str, dtype: torch.dtype) ->
     want = expected(x.double() @ weight.double().t(), x, group, segments).view(rows, 6, 128)
     first, second = want[:, :5].chunk(2, dim=-1)
     turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-    torch.testing.assert_close(qkv[:, :4].double(), turned[:, :4], **close)
-    torch.testing.assert_close(caches[0].flatten(0, 1)[slots].double(), turned[:, 4:], **close)
-    torch.testing.assert_close(caches[1].flatten(0, 1)[slots].double(), want[:, 5:], **close)
+    check_close(qkv[:, :4].double(), turned[:, :4])
+    check_close(caches[0].flatten(0, 1)[slots].double(), turned[:, 4:])
+    check_close(caches[1].flatten(0, 1)[slots].double(), want[:, 5:])
 
 
 @pytest.mark.parametrize("rows", [400, 700])
@@ -227,11 +230,14 @@ def test_a_graph_whose_layers_add_to_one_stream(kind: str) -> None:
     run = backend.lora_linear
     start, stream = (torch.randn(rows, hidden, device=CUDA).half() for _ in range(2))
 
+    def add_product(weight: Tensor, x: Tensor) -> Tensor:
+        return stream.addmm_(x, weight.t())
+
     def forward() -> None:
         stream.copy_(start)
         for group, weight in zip(groups, weights, strict=True):
             x = functional.rms_norm(stream, stream.shape[-1:], eps=1e-5)
-            y = run(lambda x, weight=weight: stream.addmm_(x, weight.t()), x, group, segments)
+            y = run(partial(add_product, weight), x, group, segments)
             assert y is stream
 
     def exact() -> Tensor:
