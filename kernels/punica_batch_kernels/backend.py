@@ -29,6 +29,8 @@ ComputeLinear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 # y [T, out], x, weight, bias or None: adds that to y in place, as ``products.reference.add_linear``
 AddLinear = Callable[[Tensor, Tensor, Tensor, Tensor | None], None]
 
+_HALF = (torch.float16, torch.bfloat16)
+
 
 class RmsNorm(Protocol):
     def __call__(self, x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor: ...
@@ -122,13 +124,14 @@ def kernels_for(
     from punica_batch_kernels.products.few_rows import FewRowsLinear
 
     sgmv, products = backend_for(device), FewRowsLinear(device)
+    can_fuse = dtype in _HALF and kv_dtype in (None, dtype)
     kernels = replace(
-        REFERENCE, add_lora=sgmv.add_lora, ordered_lora_linear=sgmv.lora_linear,
+        REFERENCE, add_lora=sgmv.add_lora, ordered_lora_linear=sgmv.lora_linear, fused=sgmv.fused if can_fuse else None,
         linear=products, add_linear=products.add_to,
     )  # fmt: skip
     build_missing(attention, dtype, kv_dtype or dtype)
     attended = _with_attention(kernels, attention, dtype, kv_dtype or dtype, device)
-    kernels = _with_elementwise(kernels, dtype, kv_dtype or dtype, device)
+    kernels = _with_elementwise(kernels, dtype, device)
     notes = [note for note in (attended.note, kernels.note) if note is not None]
     return replace(
         kernels, plan_attention=attended.plan_attention, paged_attention=attended.paged_attention,
@@ -150,13 +153,12 @@ def _with_attention(
     return replace(kernels, note=f"attention runs in plain torch, not by FlashInfer: {reason}")
 
 
-def _with_elementwise(kernels: Kernels, dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device) -> Kernels:
-    if dtype not in (torch.float16, torch.bfloat16):
+def _with_elementwise(kernels: Kernels, dtype: torch.dtype, device: torch.device) -> Kernels:
+    if dtype not in _HALF:
         return kernels
     from punica_batch_kernels.elementwise.triton_rope import rope_and_write_kv
 
-    fused = backend_for(device).fused if kv_dtype == dtype else None
-    kernels = replace(kernels, rope_and_write_kv=rope_and_write_kv, fused=fused)
+    kernels = replace(kernels, rope_and_write_kv=rope_and_write_kv)
     try:
         with torch.cuda.device(device):
             backend = FlashInferElementwise(dtype, device)

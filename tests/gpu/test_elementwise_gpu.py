@@ -23,7 +23,7 @@ SIZES = (64, 100, 1000, 4096, 5120, 8192, 18944)  # 100: a row is not a multiple
 
 @cache
 def kernels(dtype: torch.dtype) -> Kernels:
-    made = _with_elementwise(REFERENCE, dtype, dtype, CUDA)
+    made = _with_elementwise(REFERENCE, dtype, CUDA)
     assert made.note is None
     return made
 
@@ -109,4 +109,4 @@ def test_a_captured_layer_follows_its_buffers(dtype: torch.dtype) -> None:
 
 
 def test_float32_stays_with_torch() -> None:
-    assert _with_elementwise(REFERENCE, torch.float32, torch.float32, CUDA) is REFERENCE
+    assert _with_elementwise(REFERENCE, torch.float32, CUDA) is REFERENCE

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from punica_batch_kernels.elementwise import reference
+from punica_batch_kernels.launch import has_pdl
 
 # FlashInfer loads 16 bytes at a time.
 _ALIGNMENT = 16
@@ -27,9 +28,8 @@ class FlashInferElementwise:
         with ThreadPoolExecutor(2) as pool:  # both compile for a while where nothing is cached
             norm, activation = pool.submit(get_norm_module), pool.submit(get_act_and_mul_module, "silu")
             self._norm, self._silu_and_mul = norm.result(), activation.result().silu_and_mul
-        # Hopper's programmatic dependent launch: the kernel is there when the product before it ends
-        self._pdl = torch.cuda.get_device_capability(device)[0] >= 9
         x = torch.ones(1, 64, dtype=dtype, device=device)
+        self._pdl = has_pdl(x.get_device())  # the kernel is there when the product before it ends
         self.silu_and_mul(self.rms_norm(x, x[0], 1e-5))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from punica_batch_kernels.launch import Launcher, has_pdl
 from punica_batch_kernels.products.few_rows_config import MAX_ROWS, FewRowsConfig, choose_config, row_bucket
 from punica_batch_kernels.products.few_rows_kernels import few_rows_kernel
 from punica_batch_kernels.products.reference import add_linear
-from punica_batch_kernels.sgmv.launch import Launcher
-from punica_batch_kernels.sgmv.triton_backend import has_pdl
 
 # rows, out_features, in_features, dtype, device; None: leave it to cuBLAS
 Choose = Callable[[int, int, int, torch.dtype, torch.device], FewRowsConfig | None]

@@ -15,10 +15,10 @@ import triton
 from torch import Tensor
 
 from punica_batch_kernels.elementwise.types import QKNorm, Rotation
+from punica_batch_kernels.launch import Launcher, has_pdl
 from punica_batch_kernels.sgmv.fused_kernels import expand_rope_kernel, expand_silu_kernel
-from punica_batch_kernels.sgmv.launch import Launcher
 from punica_batch_kernels.sgmv.tiles import RowTiles
-from punica_batch_kernels.sgmv.triton_backend import Plan, has_pdl, plans_of, table_of
+from punica_batch_kernels.sgmv.triton_backend import Plan, plans_of, table_of
 from punica_batch_kernels.sgmv.triton_config import ExpandConfig, rope_rule, silu_rule, slice_columns
 from punica_batch_kernels.sgmv.types import LoraGroup, Segments
 

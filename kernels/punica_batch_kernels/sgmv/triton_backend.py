@@ -12,14 +12,14 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from punica_batch_kernels.sgmv.launch import Launcher
+from punica_batch_kernels.launch import Launcher, has_pdl
 from punica_batch_kernels.sgmv.tiles import RowTiles
 from punica_batch_kernels.sgmv.triton_config import MAX_EXPAND_TILES, Config, choose_config, slice_columns
 from punica_batch_kernels.sgmv.triton_expand import expand_kernel
@@ -238,9 +238,3 @@ def _check_operand(t: Tensor, table: SlotTable, features: int) -> None:
         raise ValueError(
             f"expected {features} adjacent {table.dtype} columns, got {t.dtype} {tuple(t.shape)} strided {t.stride()}"
         )
-
-
-@cache
-def has_pdl(device: int) -> bool:
-    """Programmatic dependent launch came with Hopper. ``device``: of CUDA; below 0 for a CPU."""
-    return device >= 0 and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from punica_batch_kernels.sgmv.launch import Launcher
+from punica_batch_kernels.launch import Launcher
 from torch import Tensor
 
 runtime = pytest.importorskip("triton.runtime", reason="Triton is not installed")

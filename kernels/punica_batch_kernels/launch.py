@@ -8,8 +8,10 @@ on. That part of Triton's interface is not documented: where it is another one, 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from functools import cache
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 # Of a pointer, in bytes: what Triton specializes kernels for, and what every variant kept here was compiled for.
@@ -81,3 +83,9 @@ class Launcher:
             )
         except (AttributeError, ImportError, RuntimeError):
             self._direct = False
+
+
+@cache
+def has_pdl(device: int) -> bool:
+    """Programmatic dependent launch came with Hopper. ``device``: of CUDA; below 0 for a CPU."""
+    return device >= 0 and torch.cuda.get_device_capability(device) >= (9, 0)
