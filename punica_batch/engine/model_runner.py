@@ -26,6 +26,7 @@ from torch import Tensor
 from punica_batch.engine.graphs import GraphKey, StepGraphs
 from punica_batch.engine.kv_cache import KVCache
 from punica_batch.engine.lora_store import LoraStore
+from punica_batch.engine.lora_warm_up import warm_up_lora
 from punica_batch.engine.sampler import SamplerOutput, SamplingBatch, greedy, sample
 from punica_batch.engine.sampler import warm_up as warm_up_sampler
 from punica_batch.engine.settings import EngineSettings
@@ -102,17 +103,19 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Compiles and records what the steps of a full batch will be, by steps of nothing."""
+        """Compiles what steps may launch, and records what those of a full batch will be, by steps of nothing."""
+        model, settings = self.model, self._settings
+        if settings.adapters and model.device.type != "cpu":
+            warm_up_lora(model, self._lora_store.model_lora, self.kv_cache, settings.max_num_batched_tokens)
         if self.graphs is None:
             return
-        settings = self._settings
-        warm_up_sampler(self.model.config.vocab_size, self.model.dtype, self.model.device)
+        warm_up_sampler(model.config.vocab_size, model.dtype, model.device)
         for shape in full_shapes(settings.max_num_seqs):
             arrays = pad(empty_arrays(), shape, self.kv_cache.scratch_block, self.kv_cache.block_size)
             families = [(), *common_families(shape.num_tokens)] if settings.adapters else [()]
             for family in families:
                 self._in_shape(arrays, shape, [(block_m, np.zeros((n, 4), np.int32)) for block_m, n in family])
-                torch.cuda.synchronize(self.model.device)  # plans may be at most one step ahead
+                torch.cuda.synchronize(model.device)  # plans may be at most one step ahead
 
     def _logits(self, arrays: BatchArrays) -> tuple[Tensor, StepInputs]:
         """Of ``arrays.logits_rows``, [R, vocab] of the model's dtype; and what the step was sent as."""

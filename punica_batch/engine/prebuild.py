@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +35,7 @@ from punica_batch.models.weights import random_weights
 from punica_batch.text.tokenizer import Tokenizer
 from punica_batch.types import AdapterSpec, Request, SamplingParams
 
-_MAX_FOLDERS = 8
+_MAX_RANKS = 8
 _MAX_ADAPTERS = 64
 _MAX_LORA_BYTES = 4 << 30
 _STORED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # packing reads each by a kernel of its own
@@ -73,6 +74,8 @@ def prebuild(settings: EngineSettings, ranks: Sequence[int], targets: Sequence[s
         engine = assemble_engine(model, Tokenizer.load(settings.tokenizer or settings.model, settings.model), settings)
         try:
             yield stages.end("engine")
+            engine.warm_up()
+            yield stages.end("warm-up")
             for name, loads in (("decode", decode_loads(settings)), ("prefill", prefill_loads(settings))):
                 for load in loads:
                     _run(engine, load, config.vocab_size)
@@ -150,13 +153,12 @@ def _compiled_files() -> set[Path]:
 def _write_adapters(
     root: Path, config: ModelConfig, ranks: Sequence[int], targets: Sequence[str]
 ) -> dict[str, AdapterSpec]:
-    """Adapters of each rank (of many, the largest) and stored dtype, under many names, so that a batch can have as many
-    distinct ones as rows."""
-    largest = sorted(set(ranks), reverse=True)[:_MAX_FOLDERS]
-    folders = []
-    for i in range(max(len(largest), len(_STORED_DTYPES)) if largest else 0):
-        rank, dtype = largest[i % len(largest)], _STORED_DTYPES[i % len(_STORED_DTYPES)]
-        folder = root / str(i)
+    """Adapters of each rank (of many, the largest) and stored dtype, under many names, so that a batch can have as
+    many distinct ones as rows."""
+    largest = sorted(set(ranks), reverse=True)[:_MAX_RANKS]
+    folders: list[Path] = []
+    for dtype, rank in product(_STORED_DTYPES, largest):
+        folder = root / str(len(folders))
         folder.mkdir()
         tensors = {}
         for name, (out, into) in config.lora_modules().items():

