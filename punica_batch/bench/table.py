@@ -76,10 +76,10 @@ def _grid(lines: Sequence[JsonDict]) -> str:
     lines = sorted(lines, key=place)
     runs = dict(zip(dict.fromkeys(map(_source, lines)), ascii_lowercase, strict=False))
     columns = [kind for kind in ADAPTERS if any(line["parameters"]["adapters"] == kind for line in lines)]
-    cells: dict[tuple[int, str, int, str, str], dict[str, str]] = {}
+    cells: dict[tuple[int, str, int, tuple[int, ...], str], dict[str, str]] = {}
     for line in lines:
         about = line["parameters"]
-        row = (LOADS.index(about["load"]), load_name(about), about["cap"], about["ranks"], line["unit"])
+        row = (LOADS.index(about["load"]), load_name(about), about["cap"], _ranks(about), line["unit"])
         share = 100 * line["median"] / line["limit"]
         cells.setdefault(row, {})[about["adapters"]] = (
             f"{_number(line['median'])} ({share:.0f} %) {runs[_source(line)]}"
@@ -87,7 +87,7 @@ def _grid(lines: Sequence[JsonDict]) -> str:
     heads = ["load", "batch cap", "rank", "unit", *columns]
     table = [heads, ["---"] * len(heads)]
     for (_, load, cap, ranks, unit), own in sorted(cells.items()):
-        table.append([load, str(cap), ranks, unit, *(own.get(column, "") for column in columns)])
+        table.append([load, str(cap), "+".join(map(str, ranks)), unit, *(own.get(column, "") for column in columns)])
     sources = [f"- {letter}: commit {commit}, `{command}`" for (commit, command), letter in runs.items()]
     title = f"**engine** ({_machine(lines[0])}; in brackets the share of the device's limit)"
     return "\n".join([title, "", *_rows(table), "", *sources])
@@ -98,11 +98,15 @@ def load_name(about: JsonDict) -> str:
     return f"{about['load']}, {about['weights']} weights" if "weights" in about else str(about["load"])
 
 
-def place(line: JsonDict) -> tuple[int, str, int, str, int]:
+def place(line: JsonDict) -> tuple[int, str, int, tuple[int, ...], int]:
     """Of a figure of the engine's among others."""
     about = line["parameters"]
     load, adapters = LOADS.index(about["load"]), ADAPTERS.index(about["adapters"])
-    return load, load_name(about), about["cap"], about["ranks"], adapters
+    return load, load_name(about), about["cap"], _ranks(about), adapters
+
+
+def _ranks(about: JsonDict) -> tuple[int, ...]:
+    return tuple(map(int, about["ranks"].split("+")))
 
 
 def _source(line: JsonDict) -> tuple[str, str]:
@@ -138,13 +142,15 @@ def _figures(line: JsonDict) -> list[str]:
     cells = [f"{_number(line['median'])} {unit}", spread]
     if line["limit"] is None:
         return [*cells, "", ""]
-    # a rate's share of the highest one, or the least time's share of the time
-    is_rate = "/s" in unit
+    # a rate's (a speedup's) share of the highest one, or the least time's share of the time
+    is_rate = "/s" in unit or unit == "times"
     share = line["median"] / line["limit"] if is_rate else line["limit"] / line["median"]
     return [*cells, _number(line["limit"]), f"{100 * share:.0f} %"]
 
 
 def _cell(value: object) -> str:
+    if isinstance(value, float):
+        return _number(value)
     return "" if value is None else str(value)
 
 

@@ -172,12 +172,29 @@ def test_the_engines_table_keeps_weights_apart(tmp_path: Path) -> None:
     ]
 
 
+def test_the_engines_table_has_ranks_in_their_order(tmp_path: Path) -> None:
+    recorder = Recorder("engine", options(tmp_path))
+    for ranks in ("64", "8+16+64", "8", "16"):
+        about = {"load": "decode", "cap": 32, "adapters": "uniform", "ranks": ranks}
+        recorder.write("throughput", "new tok/s", 100.0, limit=200.0, headline=True, **about)
+    rows = [text.split(" | ")[2] for text in markdown(tmp_path).splitlines() if text.startswith("| decode")]
+    assert rows == ["8", "8+16+64", "16", "64"]
+
+
+def test_a_speedup_is_a_share_of_the_highest(tmp_path: Path) -> None:
+    recorder = Recorder("scaling", options(tmp_path))
+    recorder.write("speedup", "times", 1.9, limit=2.0, headline=True, workers=2, seconds=0.123456)
+    assert "| speedup | 2 | 0.123 | 1.9 times |  | 2 | 95 % |" in markdown(tmp_path)
+
+
 def test_the_readmes_table_is_that_of_the_results() -> None:
     root = Path(__file__).parents[2]
     tables = markdown(root / "benchmarks" / "results").split("\n\n**")
-    [table] = [table for table in tables if table.startswith("engine** ")]
+    engines = [table for table in tables if table.startswith("engine** ")]
+    assert engines
     readme = (root / "README.md").read_text(encoding="utf-8")
-    assert f"**{table}" in readme, "put in what `punica-batch bench table` prints"
+    for table in engines:
+        assert f"**{table}" in readme, "put in what `punica-batch bench table` prints"
 
 
 def test_table_of_nothing(tmp_path: Path) -> None:
