@@ -111,5 +111,13 @@ def serve() -> None:
         print(json.dumps({"status": status, "result": json.loads(said or b"null")}), flush=True)
 
 
+def update(config: JobConfig, **values: Any) -> JobConfig:
+    return config.model_copy(update=values)
+
+
+def opened(config: JobConfig, binding: dict[str, Any] | None = None) -> JobState:
+    return JobState.open(config, binding or BINDING, source=Source.open(config))
+
+
 if __name__ == "__main__":
     serve()
