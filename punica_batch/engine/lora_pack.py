@@ -175,4 +175,4 @@ def _check_base_copies(adapter: LoadedAdapter, base: Mapping[str, Tensor]) -> No
         c.dtype == np.float32 and not (c.view(np.uint32) & 0xFFFF).any() for c in copies
     ):
         rtol = 2.0**-8
-    check_base_layers(adapter, lambda module: base[module].float().cpu().numpy(), rtol=rtol)
+    check_base_layers(adapter, lambda module: base[module].cpu().float().numpy(), rtol=rtol)

@@ -71,14 +71,13 @@ def _staging_bytes(memory: Tensor) -> int:
 
 
 def adapter_bytes(settings: EngineSettings, config: ModelConfig, dtype: torch.dtype, read_ahead: int) -> int:
-    """What the adapters in slots, ``max_lora_bytes``, and those read ahead beside them may hold on the device; no more
-    than all adapters of the job. Without ``max_lora_bytes``: as if all had ``max_lora_rank`` in every module."""
-    slots = settings.max_loras
-    adapters = min(slots + read_ahead, max(len(settings.adapters), 1))
+    """What adapters may hold on the device: ``max_lora_bytes``, which those in slots and those read ahead share, or
+    without it as if the slots' and those read ahead, no more than all of the job, had ``max_lora_rank`` in every
+    module."""
+    adapters = min(settings.max_loras + read_ahead, max(len(settings.adapters), 1))
     shapes = config.lora_modules().values()
-    if settings.max_lora_bytes is None:
-        each = settings.max_lora_rank * sum(out + inner for out, inner in shapes) * dtype.itemsize
-    else:
-        each = -(-settings.max_lora_bytes // slots)
-    gaps = 2 * len(shapes) * ALIGN * dtype.itemsize  # each matrix begins at a multiple
-    return -(-adapters * (each + gaps) // ALIGN) * ALIGN
+    nbytes = settings.max_lora_bytes
+    if nbytes is None:
+        nbytes = adapters * settings.max_lora_rank * sum(out + inner for out, inner in shapes) * dtype.itemsize
+    gaps = adapters * 2 * len(shapes) * ALIGN * dtype.itemsize  # each matrix begins at a multiple
+    return -(-(nbytes + gaps) // ALIGN) * ALIGN

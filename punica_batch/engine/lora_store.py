@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 
+import torch
 from punica_batch_kernels.sgmv.slot_table import SlotTables
 
 from punica_batch.engine.device_errors import is_device_error
@@ -19,6 +20,8 @@ from punica_batch.engine.lora_loads import Loads
 from punica_batch.engine.lora_types import LoadedLora, LoadStats, row_error
 from punica_batch.errors import AdapterError, Interrupted, RowError
 from punica_batch.models.lora import ModelLora
+
+_TRIES = 3  # of a load for which the device's memory does not suffice outside of the arena
 
 
 class LoraStore:
@@ -56,6 +59,7 @@ class LoraStore:
         self._weights: dict[str, LoadedLora] = {}  # of _slots
         self._pins: Counter[str] = Counter()
         self._awaited: set[str] = set()  # of _slots: asked for, and not pinned yet
+        self._fresh: set[str] = set()  # of _awaited: the scheduler has not seen them yet
         self._planned: dict[str, None] = {}  # to be read ahead, in order
         self._loads = Loads(load, num_threads)
         self._loaded: dict[str, LoadedLora] = {}  # in no slot yet, oldest first
@@ -63,6 +67,7 @@ class LoraStore:
         self._sha256: dict[str, str] = {}
         self._nbytes: dict[str, int] = {}  # of what has been loaded
         self._usual_nbytes = 0  # expected of others: as the last one
+        self._short_of_memory = Counter[str]()
         self._changes = 0  # of what could give room
         self._stuck_at = (-1, 0)  # the ``_state`` in which there was none
 
@@ -128,11 +133,15 @@ class LoraStore:
         """Puts what was asked for and has been loaded into slots. Answers the adapters found unusable since the last
         call, which are now in ``failures``. Raises ``Interrupted`` (``StoreAway``) when a store cannot be reached."""
         failed = []
+        self._fresh.clear()
         while (ended := self._loads.take()) is not None:
             lora_id, outcome = ended
             self._changes += 1
             if isinstance(outcome, NoRoom):
                 self._try_again(lora_id, outcome.nbytes)
+            elif isinstance(outcome, torch.OutOfMemoryError) and self._short_of_memory[lora_id] < _TRIES:
+                self._short_of_memory[lora_id] += 1  # a load's passing need, such as a larger buffer
+                self._try_again(lora_id, self._nbytes.get(lora_id, self._usual_nbytes))
             elif (error := self._error(lora_id, outcome)) is not None:
                 self._fail(lora_id, error)
                 failed.append(lora_id)
@@ -227,9 +236,11 @@ class LoraStore:
 
     def _give_way(self, lora_id: str) -> bool:
         """Frees another's bytes for an adapter: those of one that nothing runs on; for one that was asked for also what
-        was only read ahead, which is read again in its turn. Answers whether there was any."""
+        was only read ahead, which is read again in its turn. Answers whether there was any. None makes way before the
+        scheduler could run a row on it: adapters that exceed the room together would make way for each other forever.
+        """
         is_requested = lora_id in self._requested
-        idle = [i for i in self._slots if i not in self._pins]
+        idle = [i for i in self._slots if i not in self._pins and i not in self._fresh]
         if used := [i for i in idle if i not in self._awaited]:
             self._free.append(self._evict(used[0]))
         elif is_requested and (staged := self._staged()):
@@ -245,13 +256,14 @@ class LoraStore:
         """A free slot, else that of the least recently used adapter that nothing runs on."""
         if self._free:
             return self._free.pop()
-        lora_id = next((i for i in self._slots if i not in self._pins), None)
+        lora_id = next((i for i in self._slots if i not in self._pins and i not in self._fresh), None)
         return None if lora_id is None else self._evict(lora_id)
 
     def _evict(self, lora_id: str) -> int:
         """Takes an adapter out of its slot, which is answered."""
         slot = self._slots.pop(lora_id)
         self._awaited.discard(lora_id)
+        self._fresh.discard(lora_id)
         loaded = self._weights.pop(lora_id)
         loaded.uninstall(self.model_lora, slot, self._tables)
         loaded.release(was_installed=True)
@@ -264,6 +276,7 @@ class LoraStore:
         loaded.install(self.model_lora, slot, self._tables)
         self._slots[lora_id] = slot
         self._awaited.add(lora_id)
+        self._fresh.add(lora_id)
         self._weights[lora_id] = loaded
         self._sha256[lora_id] = loaded.sha256
         self._changes += 1
@@ -273,7 +286,8 @@ class LoraStore:
         self._nbytes[lora_id] = nbytes
         if lora_id not in self._requested:
             self._planned = {lora_id: None, **self._planned}
-        if not self._give_way(lora_id):
+        # what was in its way may be gone by now: it waits only where something is left that can go
+        if not self._give_way(lora_id) and (len(self._loads) or self._pins):
             self._stuck_at = self._state()
 
     def _state(self) -> tuple[int, int]:
