@@ -65,6 +65,7 @@ class Kernels:
     """The functions' meanings are those of the ``reference`` modules of ``sgmv``, ``attention``, ``elementwise`` and
     ``products``.
 
+    ``captured_lora_linear``: as ``SgmvBackend`` has it; ``lora_linear`` takes it by itself.
     ``capturable``: a CUDA graph can hold a step, all of whose host work is in ``plan_attention``.
     ``note``: one sentence where a slower backend than the device's best had to be taken.
     """
@@ -78,6 +79,7 @@ class Kernels:
     rope_and_write_kv: RopeAndWriteKV = elementwise_reference.rope_and_write_kv
     silu_and_mul: SiluAndMul = elementwise_reference.silu_and_mul
     ordered_lora_linear: LoraLinear | None = None
+    captured_lora_linear: LoraLinear | None = None
     fused: FusedProducts | None = None
     capturable: bool = False
     note: str | None = None
@@ -126,7 +128,8 @@ def kernels_for(
     sgmv, products = backend_for(device), FewRowsLinear(device)
     can_fuse = dtype in _HALF and kv_dtype in (None, dtype)
     kernels = replace(
-        REFERENCE, add_lora=sgmv.add_lora, ordered_lora_linear=sgmv.lora_linear, fused=sgmv.fused if can_fuse else None,
+        REFERENCE, add_lora=sgmv.add_lora, ordered_lora_linear=sgmv.lora_linear,
+        captured_lora_linear=sgmv.captured_lora_linear, fused=sgmv.fused if can_fuse else None,
         linear=products, add_linear=products.add_to,
     )  # fmt: skip
     build_missing(attention, dtype, kv_dtype or dtype)

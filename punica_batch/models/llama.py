@@ -217,8 +217,10 @@ class LlamaModel:
         """``hidden`` [S, hidden]: rows of ``forward``'s, with their own ``segments`` (None: none adds to the head).
         Returns [S, vocab] of the model's dtype."""
         y = self.lm_head.apply(hidden)
-        if lora is not None and segments is not None and segments.has_lora:
-            self.kernels.add_lora(y, hidden, lora.lm_head, segments)
+        if lora is not None and segments is not None:
+            heads = lora.lm_head.slots
+            if any(slot >= 0 and heads[slot] is not None for slot in segments.lora_indices):
+                self.kernels.add_lora(y, hidden, lora.lm_head, segments)
         return y
 
     def _add_embedding_lora(self, x: Tensor, input_ids: Tensor, segments: Segments, lora: ModelLora) -> None:

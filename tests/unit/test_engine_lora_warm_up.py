@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from model_harness import ARCHITECTURES, BLOCK, SIZES
 from punica_batch_kernels.backend import REFERENCE
 from punica_batch_kernels.sgmv import reference
-from punica_batch_kernels.sgmv.tiles import plan_families, take_all_rows
+from punica_batch_kernels.sgmv.tiles import plan_families, take_all_rows, tile_bucket
 from punica_batch_kernels.sgmv.triton_config import choose_config, rope_rule, silu_rule
 from punica_batch_kernels.sgmv.types import LoraGroup, Segments
 from torch import Tensor
 
+from punica_batch.engine import lora_warm_up
 from punica_batch.engine.kv_cache import KVCache
 from punica_batch.engine.lora_warm_up import warm_up_lora
 from punica_batch.models.config import ModelConfig
@@ -28,7 +29,7 @@ from punica_batch.models.lora import ModelLora
 from punica_batch.models.weights import random_weights
 
 pytest.importorskip("triton")
-MAX_ROWS, MAX_RANK = 8448, 16
+MAX_ROWS, MAX_FEW, MAX_RANK = 8448, 64, 16
 Kernel = tuple[Any, ...]
 Base = Callable[[Tensor], Tensor]
 
@@ -54,6 +55,7 @@ class Recorded:
 
     def __init__(self) -> None:
         self.kernels = set[Kernel]()
+        self.captured = set[Kernel]()
 
     def note(self, group: LoraGroup, segments: Segments, fused: str | None = None) -> None:
         assert segments.tiles is not None
@@ -62,6 +64,12 @@ class Recorded:
 
     def linear(self, base: Base, x: Tensor, group: LoraGroup, segments: Segments) -> Tensor:
         self.note(group, segments)
+        return base(x)
+
+    def capture(self, base: Base, x: Tensor, group: LoraGroup, segments: Segments) -> Tensor:
+        known, self.kernels = self.kernels, self.captured
+        self.note(group, segments)
+        self.kernels = known
         return base(x)
 
     def rope_and_write_kv(self, base: Base, x: Tensor, group: LoraGroup, segments: Segments, rotation: Any) -> Tensor:
@@ -75,11 +83,12 @@ class Recorded:
         return REFERENCE.silu_and_mul(base(x))
 
 
-def warmed_up(name: str = "llama3") -> tuple[set[Kernel], ModelLora, KVCache]:
+def warmed_up(name: str = "llama3") -> tuple[Recorded, ModelLora, KVCache]:
     kind, changes = ARCHITECTURES[name]
     config = ModelConfig.from_dict(kind(**(SIZES | changes), architectures=["LlamaForCausalLM"]).to_dict(), where="x")
     recorded = Recorded()
     kernels = replace(REFERENCE, add_lora=reference.add_lora, ordered_lora_linear=recorded.linear, fused=recorded)
+    kernels = replace(kernels, captured_lora_linear=recorded.capture)
     model: LlamaModel = random_weights(config, torch.float32, "cpu", kernels=kernels)
     cache = KVCache(
         num_layers=3, num_blocks=2, block_size=BLOCK, num_kv_heads=config.num_key_value_heads, head_dim=config.head_dim,
@@ -91,10 +100,11 @@ def warmed_up(name: str = "llama3") -> tuple[set[Kernel], ModelLora, KVCache]:
     lora = ModelLora.empty(config, 2)
     with torch.inference_mode():
         warm_up_lora(model, lora, cache, MAX_ROWS)
-    return recorded.kernels, lora, cache
+    return recorded, lora, cache
 
 
-WARM, LORA, CACHE = warmed_up()
+RECORDED, LORA, CACHE = warmed_up()
+WARM = RECORDED.kernels
 
 
 def test_only_the_scratch_block_is_written_to() -> None:
@@ -117,6 +127,25 @@ def test_no_step_launches_anything_else(lengths: list[int], base: list[bool]) ->
     layer = LORA.layers[0]
     for group, fused in ((layer.qkv, "rope"), (layer.gate_up, "silu"), (layer.o, None), (layer.down, None)):
         assert kernels_of(group, tiles, fused if all_rows else None) <= WARM
+
+
+@settings(max_examples=200, deadline=None)
+@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=64))
+def test_no_capture_of_few_rows_launches_anything_else(lengths: list[int]) -> None:
+    """Its tiles are padded: those of single rows to the step's rows, others to their bucket."""
+    starts = [0, *(n for n in accumulate(lengths) if n <= MAX_FEW)]
+    families = plan_families(starts, range(len(starts) - 1))
+    rows = starts[-1]
+    tiles = [(f.block_m, tile_bucket(rows if f.block_m == 1 else f.num_tiles)) for f in families]
+    layer = LORA.layers[0]
+    for group in (layer.qkv, layer.gate_up, layer.o, layer.down):
+        assert kernels_of(group, tiles, None) <= RECORDED.captured
+
+
+def test_few_rows_are_those_of_the_kernels() -> None:
+    from punica_batch_kernels.sgmv import linear
+
+    assert lora_warm_up._FEW == linear.MAX_FEW == MAX_FEW
 
 
 def test_the_steps_differ() -> None:

@@ -51,7 +51,8 @@ class FusedProducts(Protocol):
 class SgmvBackend:
     """The functions' meanings are those of ``sgmv.reference``.
 
-    ``lora_linear``: where the backend has more to offer than the base product and then ``add_lora``.
+    ``lora_linear``: where the backend has more to offer than the base product and then ``add_lora``;
+    ``captured_lora_linear``: what that does for few rows while a graph is captured, which may be other kernels.
     """
 
     name: str
@@ -59,6 +60,7 @@ class SgmvBackend:
     sgmv_expand: Callable[[Tensor, Tensor, LoraGroup, Segments], None]
     add_lora: AddLora
     lora_linear: LoraLinear | None = None
+    captured_lora_linear: LoraLinear | None = None
     fused: FusedProducts | None = None
 
 
@@ -68,8 +70,9 @@ def backend_for(device: torch.device) -> SgmvBackend:
         from punica_batch_kernels.sgmv import triton_backend as triton
         from punica_batch_kernels.sgmv.linear import OrderedLinear, TritonFusedProducts
 
+        ordered = OrderedLinear(device)
         return SgmvBackend(
-            "triton", triton.sgmv_shrink, triton.sgmv_expand, triton.add_lora, OrderedLinear(device),
+            "triton", triton.sgmv_shrink, triton.sgmv_expand, triton.add_lora, ordered, ordered.side_by_side,
             TritonFusedProducts(),
         )  # fmt: skip
     return SgmvBackend("reference", reference.sgmv_shrink, reference.sgmv_expand, reference.add_lora)

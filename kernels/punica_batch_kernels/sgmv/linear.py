@@ -50,8 +50,10 @@ class OrderedLinear:
         # dependent launches are for a stream's own predecessor; these two wait for another stream's work
         with torch.cuda.stream(self._side):
             sgmv_shrink(v, x, group, segments, dependent=False)
-        y = base(x)
-        current.wait_stream(self._side)
+        try:
+            y = base(x)
+        finally:  # a capture in which memory ran out can only be ended with its streams joined
+            current.wait_stream(self._side)
         sgmv_expand(y, v, group, segments, dependent=False)
         return y
 
