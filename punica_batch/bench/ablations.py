@@ -43,16 +43,16 @@ def measure_add_on(recorder: Recorder, device: torch.device, roof: Ceilings, bud
     add_lora = backend_for(device).add_lora
     kinds: tuple[Popularity, ...] = ("distinct", "identical")
     for kind, n in recorder.in_time(list(product(kinds, rows)), budget):
-        segments, lengths = segments_of(kind, n, device)
+        turns, lengths = add_on.turns(kind, n)
         limit = 1e6 * roof.seconds(add_on.moved(lengths, activations=False), add_on.flop(lengths))
-        variants = {"as it is": (segments, False), "split-K off": (segments, True)}
+        variants = {"as it is": (turns, False), "split-K off": (turns, True)}
         if kind == "distinct":
-            variants["tensor cores off"] = (with_tiles(segments, PER_ROW), False)
-            variants["tensor cores on"] = (with_tiles(segments, GROUPED), False)
+            variants["tensor cores off"] = ([with_tiles(segments, PER_ROW) for segments in turns], False)
+            variants["tensor cores on"] = ([with_tiles(segments, GROUPED) for segments in turns], False)
         for name, (given, unsplit) in variants.items():
             took = time_step(add_on.step(add_lora, given, unsplit=unsplit), device, seconds=0.1)
             recorder.write(
-                "add-on", "us", took.scaled(1e6 / layers), limit=limit, headline=n == 64,
+                "add-on", "us", took.scaled(1e6 / (layers * len(turns))), limit=limit, headline=n == 64,
                 variant=name, popularity=kind, rows=n,
             )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -16,13 +17,17 @@ from punica_batch.bench.popularity import Popularity, segment_lengths
 
 Shape = tuple[int, tuple[int, ...]]
 
+COLD_BYTES = 256 << 20  # five times what an H200's L2 cache holds
+MOST_PRODUCTS = 1024  # in a graph: each is launched from the host, too, before there is one
+
 
 @dataclass(slots=True)
 class AddOn:
-    """``layers`` copies of the fused groups ``shapes``, each with weights of its own in every slot, so that a step over
-    all of them finds none in a cache. Slot s holds an adapter of rank ``ranks[s]`` in all of a group's slices.
+    """``layers`` copies of the fused groups ``shapes``, each with weights of its own in every slot. Slot s holds an
+    adapter of rank ``ranks[s]`` in all of a group's slices.
 
-    ``max_rank``: what kernels prepare for; the largest rank by default.
+    ``max_rank``: what kernels prepare for; the largest rank by default. ``cold_bytes``: of the weights that ``turns``
+    are to read, so that none is in a cache when it is read again; nothing on a CPU.
     """
 
     shapes: Sequence[Shape]
@@ -31,6 +36,7 @@ class AddOn:
     dtype: torch.dtype
     device: torch.device
     max_rank: int | None = None
+    cold_bytes: int | None = None
     groups: list[LoraGroup] = field(init=False)  # layer by layer, as ``shapes`` orders them
 
     def __post_init__(self) -> None:
@@ -39,6 +45,8 @@ class AddOn:
             for _ in range(self.layers)
             for into, widths in self.shapes
         ]
+        if self.cold_bytes is None:
+            self.cold_bytes = COLD_BYTES if self.device.type == "cuda" else 0
         fill(self.groups, self.ranks, self.dtype, self.device)
         if self.device.type == "cuda":
             SlotTables(self.groups, self.max_rank or max(self.ranks), self.dtype, self.device)
@@ -52,9 +60,25 @@ class AddOn:
             pairs.append((x, torch.zeros(rows, sum(widths), dtype=self.dtype, device=self.device)))
         return pairs
 
-    def step(self, add_lora: AddLora, segments: Segments, *, unsplit: bool = False) -> Callable[[], None]:
-        """Adds all layers' adapters. ``unsplit``: v is one buffer without room for partial sums, so K is not split."""
-        rows = segments.seg_indptr[-1]
+    def turns(self, kind: Popularity, rows: int) -> tuple[list[Segments], list[int]]:
+        """Segments of ``rows`` rows over the first slots, over the next ones of the same ranks, and so on: as many as
+        read ``cold_bytes`` in all layers, as there are slots for, and as a graph of ``MOST_PRODUCTS`` holds; and the
+        rows of each adapter, which are the same in all."""
+        lengths = segment_lengths(kind, rows)
+        period = next(p for p in range(1, len(self.ranks) + 1) if self._repeats(p))
+        stride = period * -(-len(lengths) // period)
+        room = 1 + (len(self.ranks) - len(lengths)) // stride
+        wanted = math.ceil((self.cold_bytes or 0) / (self.layers * self.moved(lengths, activations=False)))
+        count = max(1, min(wanted, room, MOST_PRODUCTS // len(self.groups)))
+        return [_segments(lengths, stride * turn, self.device) for turn in range(count)], lengths
+
+    def _repeats(self, period: int) -> bool:
+        return all(rank == self.ranks[slot % period] for slot, rank in enumerate(self.ranks))
+
+    def step(self, add_lora: AddLora, turns: Sequence[Segments], *, unsplit: bool = False) -> Callable[[], None]:
+        """Adds all layers' adapters, once a turn; each has the same number of rows. ``unsplit``: v is one buffer
+        without room for partial sums, so K is not split."""
+        rows = turns[0].seg_indptr[-1]
         operands = self.operands(rows)
         buffer = None
         if unsplit:
@@ -62,9 +86,10 @@ class AddOn:
             buffer = torch.empty(rows, columns, dtype=torch.float32, device=self.device)
 
         def run() -> None:
-            for i, group in enumerate(self.groups):
-                x, y = operands[i % len(operands)]
-                add_lora(y, x, group, segments, buffer)
+            for segments in turns:
+                for i, group in enumerate(self.groups):
+                    x, y = operands[i % len(operands)]
+                    add_lora(y, x, group, segments, buffer)
 
         return run
 
@@ -103,4 +128,8 @@ def segments_of(kind: Popularity | None, rows: int, device: torch.device) -> tup
     if kind is None:
         return Segments.build([0, rows], [-1], device), []
     lengths = segment_lengths(kind, rows)
-    return Segments.build([0, *accumulate(lengths)], list(range(len(lengths))), device), lengths
+    return _segments(lengths, 0, device), lengths
+
+
+def _segments(lengths: Sequence[int], first: int, device: torch.device) -> Segments:
+    return Segments.build([0, *accumulate(lengths)], list(range(first, first + len(lengths))), device)

@@ -53,6 +53,11 @@ def open_device(name: str) -> torch.device:
     return device
 
 
+def gpu_number(name: str) -> int:
+    """Of ``cuda`` or ``cuda:N``, which ``BenchOptions`` has checked; 0 for ``cpu``."""
+    return torch.device(name).index or 0
+
+
 def synchronize(device: torch.device) -> None:
     """Waits for what was enqueued; nothing on a CPU."""
     if device.type == "cuda":

@@ -1,8 +1,8 @@
 """Throughput of the product's engine on the loads of ``popularity``, each figure beside its own limit.
 
-Scheduling, sampling and detokenization count, and so does loading adapters; tokenization and Parquet do not. What a
-load must move and compute (``limits``) is a limit that no engine can pass; where the rest goes, the timelines of a
-decode step and of a mixed one say.
+Scheduling, sampling and detokenization count, and so does loading adapters; tokenization and Parquet do not. The limit
+is what a load must move and compute, part after part (``limits``): an engine that overlaps the parts could pass it.
+Where the rest goes, the timelines of a decode step and of a mixed one say.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
+import torch
 
 from punica_batch.bench.clocks import Clocks
 from punica_batch.bench.device import Ceilings, ceilings, free_memory, host_link, open_device
@@ -40,16 +41,23 @@ def run(options: BenchOptions, selection: Selection | None = None) -> None:
     recorder = Recorder("engine", options, parameters={} if weights == "normal" else {"weights": weights})
     budget = options.budget()
     device = open_device(options.device)
-    for i, ranks in enumerate(selection.ranks):
-        with workbench(options.model_shape, dtype=options.dtype, device=device, ranks=ranks, weights=weights) as bench:
-            roofs = _Roofs(ceilings(device, bench.model.dtype), ProductTable.measure(bench.model), host_link(device))
-            if i == 0:
-                roofs.ceilings.write(recorder)
-                recorder.write("host link", "GB/s", roofs.link / 1e9)
-            for cap in selection.caps:
-                free_memory(device)  # what the measurements before took, or the last engine's cache
-                _measure_cap(recorder, bench, roofs, selection, cap, budget)
+    ceilings(device, getattr(torch, options.dtype)).write(recorder)
+    recorder.write("host link", "GB/s", host_link(device) / 1e9)
+    for ranks in selection.ranks:
+        _measure_ranks(recorder, selection, ranks, device, budget)
+        free_memory(device)  # that of the model, before there is another
     draw(recorder)
+
+
+def _measure_ranks(
+    recorder: Recorder, selection: Selection, ranks: tuple[int, ...], device: torch.device, budget: Budget
+) -> None:
+    options, weights = recorder.options, selection.weights
+    with workbench(options.model_shape, dtype=options.dtype, device=device, ranks=ranks, weights=weights) as bench:
+        roofs = _Roofs(ceilings(device, bench.model.dtype), ProductTable.measure(bench.model), host_link(device))
+        for cap in selection.caps:
+            free_memory(device)  # what the measurements before took, or the last engine's cache
+            _measure_cap(recorder, bench, roofs, selection, cap, budget)
 
 
 def _measure_cap(
@@ -115,7 +123,7 @@ class _Points:
         for part, seconds in (
             ("products", products.products), ("attention", products.attention), ("adapters", products.adapters),
         ):  # fmt: skip
-            write("limit's part", "%", 100 * seconds / served.seconds, **about, part=part)
+            write("limit's part", "% of the time", 100 * seconds / served.seconds, **about, part=part)
         step_ms = np.sort(served.step_seconds * 1000).tolist()
         write("step", "ms", Spread.of(step_ms), **about, p95=round(percentile(step_ms, 95), 4))
         write("mixed steps", "%", 100 * float(served.mixed.mean()), **about, steps=len(step_ms))
@@ -235,7 +243,7 @@ def draw(recorder: Recorder) -> None:
                 [line["limit"] for line in chosen],
                 marker="_",
                 color="black",
-                label="limit of the device",
+                label="limit, part after part",
             )
             names = [f"{load_name(p)} {p['cap']} {p['adapters']} r{p['ranks']}" for p in parameters]
             each.margins(y=0.2)  # for the legend

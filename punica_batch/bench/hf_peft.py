@@ -12,20 +12,17 @@ import torch
 from numpy.typing import NDArray
 
 from punica_batch.bench.shapes import SHAPES
-from punica_batch.errors import UsageError
 
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 class HfPeft:
-    """``adapters`` of them, numbered. Raises ``UsageError`` where transformers or peft is not installed."""
+    """``adapters`` of them, numbered. Raises ``ImportError`` where transformers or peft is not installed."""
 
     def __init__(self, shape: str, dtype: torch.dtype, device: torch.device, rank: int, adapters: int) -> None:
-        try:
-            from peft import LoraConfig, get_peft_model
-            from transformers import LlamaConfig, LlamaForCausalLM
-        except ImportError as error:
-            raise UsageError(f"the comparison needs transformers and peft: {error}") from error
+        from peft import LoraConfig, get_peft_model
+        from transformers import LlamaConfig, LlamaForCausalLM
+
         self._device = device
         with _made_as(dtype, device):
             config = LlamaConfig(**SHAPES[shape])

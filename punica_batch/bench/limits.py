@@ -1,4 +1,8 @@
-"""What a load must cost at the least: its steps, played through without an engine, over what the device can do."""
+"""What a load's steps must move and compute, over what the device can do: its steps, played through without an engine.
+
+Products, attention and adapters one after the other, each by the larger of its bytes' and its operations' time. An
+engine whose parts run side by side, the bytes of one beside the operations of another, could pass it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,8 @@ from punica_batch.models.llama import LlamaModel
 from punica_batch.types import Dtype
 
 _ROWS = (1, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
-_HEAD_ROWS = 512  # that a step samples at most; beyond, in proportion
+_SAMPLED_ROWS = 512  # of a step, at most; beyond, in proportion
+_QKV = ("q_proj", "k_proj", "v_proj")
 _LARGE = 1024  # rows from which products draw so much power that only the times of a whole second are sustained
 
 
@@ -33,7 +38,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Seconds that a load's steps cost at the least, in all and what each part adds."""
+    """Seconds of a load's steps: those that each part needs at the least, and in all, one part after the other."""
 
     products: float
     attention: float
@@ -45,17 +50,19 @@ class Limit:
 
 
 class ProductTable:
-    """Measured seconds of a step's matrix products by rows: ``layers`` all layers', ``head`` the vocabulary's.
+    """Measured seconds of a step's matrix products by rows: ``layers`` those that all of its tokens pass through,
+    ``sampled`` those that only the sampled ones do: the last layer's after attention, and the vocabulary's.
 
     Between the rows that were measured, linear; beyond them at the last one's rate."""
 
-    def __init__(self, rows: Sequence[int], layers: Sequence[float], head: Sequence[float]) -> None:
-        self.rows, self.layers, self.head = rows, layers, head
+    def __init__(self, rows: Sequence[int], layers: Sequence[float], sampled: Sequence[float]) -> None:
+        self.rows, self.layers, self.sampled = rows, layers, sampled
 
     @classmethod
     def measure(cls, model: LlamaModel, rows: Sequence[int] = _ROWS) -> ProductTable:
         """Each by a CUDA graph's replays where the model is on a GPU."""
         linears = [linear for layer in model.layers for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+        ends = [*linears[-3:], model.lm_head]
 
         def timed(chosen: Sequence[Linear], count: int) -> float:
             x = {
@@ -70,11 +77,11 @@ class ProductTable:
             repeats, seconds = (1000, 1.0) if count >= _LARGE else (10, 0.2)
             return time_step(step, model.device, repeats=repeats, seconds=seconds).median
 
-        head = {n: timed([model.lm_head], min(n, _HEAD_ROWS)) * max(1.0, n / _HEAD_ROWS) for n in rows}
-        return cls(rows, [timed(linears, n) for n in rows], list(head.values()))
+        sampled = [timed(ends, min(n, _SAMPLED_ROWS)) * max(1.0, n / _SAMPLED_ROWS) for n in rows]
+        return cls(rows, [timed(linears[:-3], n) for n in rows], sampled)
 
     def seconds(self, tokens: int, sampled: int) -> float:
-        return self._at(self.layers, tokens) + self._at(self.head, sampled)
+        return self._at(self.layers, tokens) + self._at(self.sampled, sampled)
 
     def _at(self, times: Sequence[float], rows: int) -> float:
         if rows == 0:
@@ -134,17 +141,22 @@ def limit_of(
     ceilings: Ceilings,
     adapter_bytes: Sequence[int],
     table: ProductTable | None = None,
+    *,
+    whole_last_layer: bool = False,
 ) -> Limit:
     """``adapter_bytes[i]``: of adapter i's weights. Products cost what their ``table`` says; without one, the larger of
-    their bytes and their operations over the ceilings (a roofline), adapters' included.
+    their bytes' time and their operations' (a roofline), the layers' together and the vocabulary's apart.
 
     Attention: the cache's bytes read once a step and row, and the operations of prefills. Adapters: the weights of
-    those in the batch read once a step. Norms, activation, rotation and sampling count for nothing.
+    those in the batch read once a step; their operations count for nothing. Nor do norms, activation, rotation and
+    sampling. Past the last layer's attention only the sampled tokens count, as in the engine; with
+    ``whole_last_layer`` all of a step's do.
     """
     size = DTYPE_BYTES[dtype]
     modules = config.lora_modules()
     layers = sum(out * into for name, (out, into) in modules.items() if ".layers." in name)
     head = config.vocab_size * config.hidden_size
+    end = 0 if whole_last_layer else _end_of_last_layer(config)
     kv_bytes = config.kv_bytes_per_block(1, dtype)
     pair_flop = 4 * config.num_hidden_layers * config.q_size
     products = attention = adapters = 0.0
@@ -152,8 +164,16 @@ def limit_of(
         if table is not None:
             products += table.seconds(step.tokens, step.sampled)
         else:
-            products += ceilings.seconds(layers * size, 2 * layers * step.tokens)
+            read = layers if step.sampled else layers - end
+            products += ceilings.seconds(read * size, 2 * ((layers - end) * step.tokens + end * step.sampled))
             products += ceilings.seconds(head * size, 2 * head * step.sampled) if step.sampled else 0.0
         attention += ceilings.seconds(step.kv_tokens * kv_bytes, step.pairs * pair_flop)
         adapters += ceilings.seconds(sum(adapter_bytes[i] for i in step.adapters))
     return Limit(products, attention, adapters)
+
+
+def _end_of_last_layer(config: ModelConfig) -> int:
+    """Weights that only the sampled tokens pass through: the last layer's after attention."""
+    last = f".layers.{config.num_hidden_layers - 1}."
+    modules = config.lora_modules().items()
+    return sum(out * into for name, (out, into) in modules if last in name and name.rpartition(".")[2] not in _QKV)

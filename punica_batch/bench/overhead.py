@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from punica_batch.bench.device import Ceilings, ceilings, free_memory, open_device
-from punica_batch.bench.limits import Work, limit_of
+from punica_batch.bench.limits import limit_of, simulate
 from punica_batch.bench.options import BenchOptions, Budget
 from punica_batch.bench.popularity import popularity
 from punica_batch.bench.record import Recorder, Spread, percentile
@@ -70,7 +70,7 @@ def _measure_rank(
                 rows = _rows(bench, adapters, batch, new)
                 times = sorted(token_seconds(engine, rows, sizes.steps))
                 about: JsonDict = {"batch": batch, "adapters": adapters, "rank_of_adapters": rank}
-                spread = _write(recorder, times, _limit(bench, roof, adapters, batch, rank), about)
+                spread = _write(recorder, times, _limit(bench, roof, adapters, rank, rows, sizes.steps), about)
                 if plain is None:
                     plain = spread
                 else:
@@ -103,10 +103,14 @@ def _rows(bench: Workbench, adapters: Adapters, batch: int, new: int) -> Rows:
     return Rows(prompts, [new] * batch, lora_ids)
 
 
-def _limit(bench: Workbench, roof: Ceilings, adapters: Adapters, batch: int, rank: int) -> float:
-    which = () if adapters == "none" else tuple(set(popularity(adapters, batch).tolist()))
-    work = Work(tokens=batch, sampled=batch, kv_tokens=batch * _PROMPT, pairs=0, adapters=which)
-    return limit_of([work], bench.config, bench.dtype, roof, [bench.bytes_of_rank(rank)] * batch).seconds
+def _limit(bench: Workbench, roof: Ceilings, adapters: Adapters, rank: int, rows: Rows, steps: int) -> float:
+    """Seconds a step, the mean of the ``steps`` that are timed: the rows grow with each."""
+    batch = len(rows.new)
+    which = None if adapters == "none" else popularity(adapters, batch)
+    played = simulate([len(prompt) for prompt in rows.prompts], rows.new, batch, bench.step_tokens(batch), which)
+    first = SETTLE_STEPS + next(i for i, step in enumerate(played) if step.pairs == 0)
+    timed, sizes = played[first : first + steps], [bench.bytes_of_rank(rank)] * batch
+    return limit_of(timed, bench.config, bench.dtype, roof, sizes).seconds / steps
 
 
 def _write(recorder: Recorder, times: list[float], limit: float, about: JsonDict) -> Spread:

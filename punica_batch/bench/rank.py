@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from punica_batch_kernels.sgmv import backend_for
 
-from punica_batch.bench.add_on import AddOn, segments_of
+from punica_batch.bench.add_on import MOST_PRODUCTS, AddOn
 from punica_batch.bench.device import ceilings, free_memory, open_device, time_step
 from punica_batch.bench.figure import COLOURS, figure, finish
 from punica_batch.bench.options import BenchOptions
@@ -30,14 +30,17 @@ def run(options: BenchOptions) -> None:
     hidden = shape_config(options.model_shape).hidden_size
     roof, recorder, budget = ceilings(device, dtype), Recorder("rank", options), options.budget()
     for name, (turn, max_rank) in recorder.in_time(cases.items(), budget):
-        slots = [turn[i % len(turn)] for i in range(max(rows))]
+        # with one adapter for all rows, each turn of a mix passes over a slot of every rank
+        needed = max(rows) if len(turn) == 1 else max(max(rows), len(turn) * MOST_PRODUCTS // layers)
+        slots = [turn[i % len(turn)] for i in range(needed)]
         add_on = AddOn([(hidden, (hidden,))], layers, slots, dtype, device, max_rank)
         for n in rows:
             for kind in POPULARITIES:
-                segments, lengths = segments_of(kind, n, device)
-                took = time_step(add_on.step(backend_for(device).add_lora, segments), device, seconds=0.1)
+                turns, lengths = add_on.turns(kind, n)
+                took = time_step(add_on.step(backend_for(device).add_lora, turns), device, seconds=0.1)
                 recorder.write(
-                    "latency", "us", took.scaled(1e6 / layers), headline=n == 32 and kind in ("distinct", "identical"),
+                    "latency", "us", took.scaled(1e6 / (layers * len(turns))),
+                    headline=n == 32 and kind in ("distinct", "identical"),
                     limit=1e6 * roof.seconds(add_on.moved(lengths, activations=False), add_on.flop(lengths)),
                     ranks=name, popularity=kind, rows=n,
                 )  # fmt: skip

@@ -94,10 +94,7 @@ class Recorder:
 
     @property
     def figure_path(self) -> Path:
-        """Of the PNG beside the JSON lines, by shape and dtype: another shape's figure stays."""
-        options = self.options
-        cpu = "-cpu" if options.device == "cpu" else ""
-        return options.results / f"{self.name}-{options.model_shape}-{options.dtype}{cpu}.png"
+        return figure_path(self.name, self.options)
 
     def write(
         self,
@@ -112,7 +109,7 @@ class Recorder:
         """Appends one figure and returns its line.
 
         ``what`` was measured, in ``unit`` (``value`` and ``limit`` alike), at ``parameters`` (scalars); a plain number
-        has no spread. ``limit``: what the device's measured ceilings allow at best. ``headline``: the README shows it.
+        has no spread. ``limit``: by the device's measured ceilings. ``headline``: the README shows it.
         """
         if self._about is None:
             options = self.options
@@ -127,7 +124,7 @@ class Recorder:
             "n": spread.n, "limit": None if limit is None else _rounded(limit), "headline": headline,
             "parameters": parameters | self.parameters, **self._about,
         }  # fmt: skip
-        path = self.options.results / f"{self.name}.jsonl"
+        path = lines_path(self.name, self.options)
         try:
             with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
@@ -156,6 +153,17 @@ class Recorder:
         """This run's lines of that kind with those parameters, in the order of their writing."""
         wanted = parameters.items()
         return [x for x in self.lines if x["what"] == what and wanted <= x["parameters"].items()]
+
+
+def lines_path(name: str, options: BenchOptions) -> Path:
+    """Of the JSON lines of benchmark ``name``."""
+    return options.results / f"{name}.jsonl"
+
+
+def figure_path(name: str, options: BenchOptions) -> Path:
+    """Of the PNG beside the JSON lines, by shape and dtype: another shape's figure stays."""
+    cpu = "-cpu" if options.device == "cpu" else ""
+    return options.results / f"{name}-{options.model_shape}-{options.dtype}{cpu}.png"
 
 
 def environment(device: str) -> JsonDict:
@@ -217,6 +225,14 @@ def _rounded(value: float) -> float:
 
 
 def _summary(line: JsonDict) -> str:
-    where = " ".join(f"{key}={value}" for key, value in line["parameters"].items())
-    limit = "" if line["limit"] is None else f" (limit {line['limit']:.4g})"
-    return f"{line['what']} {where}: {line['median']:.4g} {line['unit']}{limit}"
+    """As in ``throughput, load decode, cap 32: 5,689 new tok/s (limit 7,690 new tok/s)``."""
+    named = [f"{key} {_short(value)}" for key, value in line["parameters"].items()]
+    limit = "" if line["limit"] is None else f" (limit {_short(line['limit'])} {line['unit']})"
+    return f"{', '.join([line['what'], *named])}: {_short(line['median'])} {line['unit']}{limit}"
+
+
+def _short(value: object) -> str:
+    """Numbers with a fraction by four significant digits, and all of those before the point."""
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

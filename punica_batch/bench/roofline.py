@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from punica_batch_kernels.sgmv import backend_for
 
-from punica_batch.bench.add_on import AddOn, segments_of
+from punica_batch.bench.add_on import AddOn
 from punica_batch.bench.device import Ceilings, ceilings, open_device, time_step
 from punica_batch.bench.figure import COLOURS, figure, finish, log_axes
 from punica_batch.bench.options import BenchOptions
@@ -27,12 +27,12 @@ def run(options: BenchOptions) -> None:
     add_on = AddOn([(hidden, (hidden,))], layers, [options.rank] * most_adapters, dtype, device)
     points = [(kind, n) for n in rows for kind in POPULARITIES if kind != "distinct" or n <= most_adapters]
     for kind, n in recorder.in_time(points, budget):
-        segments, lengths = segments_of(kind, n, device)
+        turns, lengths = add_on.turns(kind, n)
         flop, moved = add_on.flop(lengths), add_on.moved(lengths)
-        took = time_step(add_on.step(backend_for(device).add_lora, segments), device, seconds=0.1)
+        took = time_step(add_on.step(backend_for(device).add_lora, turns), device, seconds=0.1)
         recorder.write(
-            "rate", "TFLOP/s", took.scaled(1 / layers).rate(flop / 1e12), limit=flop / roof.seconds(moved, flop) / 1e12,
-            popularity=kind, rows=n, intensity=round(flop / moved, 4),
+            "rate", "TFLOP/s", took.scaled(1 / (layers * len(turns))).rate(flop / 1e12),
+            limit=flop / roof.seconds(moved, flop) / 1e12, popularity=kind, rows=n, intensity=round(flop / moved, 4),
         )  # fmt: skip
     draw(recorder)
 

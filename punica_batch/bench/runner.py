@@ -13,8 +13,9 @@ import torch
 from punica_batch.bench.device import free_memory, open_device
 from punica_batch.bench.figure import require_matplotlib
 from punica_batch.bench.options import BenchOptions
+from punica_batch.bench.record import CPU_NOTE, figure_path, lines_path
 from punica_batch.bench.registry import Bench
-from punica_batch.errors import JobError
+from punica_batch.errors import JobError, UsageError
 
 
 def check(options: BenchOptions) -> None:
@@ -23,10 +24,23 @@ def check(options: BenchOptions) -> None:
     require_matplotlib()
 
 
+def missing(bench: Bench) -> str | None:
+    """Says what of its ``needs`` cannot be imported, and the line that mends it; None: nothing."""
+    for name in bench.needs:
+        try:
+            import_module(name)
+        except ImportError as error:
+            why = " ".join(str(error).split())[:200]
+            return f"bench {bench.name} needs {name} ({why}): pip install 'punica-batch[bench]'"
+    return None
+
+
 def run_bench(bench: Bench, options: BenchOptions, **more: Any) -> None:
-    """``more``: what this benchmark alone is told. Raises ``UsageError`` as ``check`` does, ``JobError`` when the GPU's
-    memory is too small for the benchmark."""
+    """``more``: what this benchmark alone is told. Raises ``UsageError`` as ``check`` does and for what is
+    ``missing``, ``JobError`` when the GPU's memory is too small for the benchmark."""
     check(options)
+    if lack := missing(bench):
+        raise UsageError(lack)
     if options.quick and options.seconds == math.inf:
         options = replace(options, seconds=bench.quick_seconds)
     print(f"{bench.name}: {bench.summary}", file=sys.stderr, flush=True)
@@ -39,3 +53,12 @@ def run_bench(bench: Bench, options: BenchOptions, **more: Any) -> None:
         ) from error
     finally:
         free_memory(torch.device(options.device))
+    print(f"{bench.name}: {_outcome(bench.name, options)}", file=sys.stderr, flush=True)
+
+
+def _outcome(name: str, options: BenchOptions) -> str:
+    """Where lines and figure are, and on a CPU what they are worth."""
+    lines = lines_path(name, options)
+    written = f"lines in {lines}" if lines.exists() else "no lines"
+    note = f"; {CPU_NOTE}" if options.device == "cpu" else ""
+    return f"{written}, figure {figure_path(name, options)}{note}"

@@ -22,13 +22,13 @@ import pyarrow.parquet as pq
 import torch
 from safetensors.torch import save_file
 
-from punica_batch.bench.device import free_memory, open_device
+from punica_batch.bench.device import free_memory, gpu_number, open_device
 from punica_batch.bench.options import BenchOptions
 from punica_batch.bench.popularity import load
 from punica_batch.bench.record import Recorder
 from punica_batch.bench.shapes import SHAPES
 from punica_batch.bench.workbench import memory_folder, write_adapters, write_tokenizer
-from punica_batch.errors import JobError
+from punica_batch.errors import JobError, UsageError
 from punica_batch.models.config import ModelConfig
 from punica_batch.models.weights import random_weights
 from punica_batch.types import JsonDict
@@ -45,7 +45,13 @@ class _Sizes:
 
 
 def run(options: BenchOptions) -> None:
-    """On the CPU: one worker process and two. Raises ``JobError`` when a job fails."""
+    """On the CPU: one worker process and two. Raises ``JobError`` when a job fails, ``UsageError`` for a GPU other than
+    the first."""
+    if gpu_number(options.device):
+        raise UsageError(
+            f"bench scaling runs jobs on the first GPU and on the first two: leave out --device {options.device}, or "
+            "put another GPU first in CUDA_VISIBLE_DEVICES"
+        )
     sizes = options.pick(full=_Sizes(4096, 512, 256), quick=_Sizes(512, 512, 256), tiny=_Sizes(6, 24, 4))
     recorder = Recorder("scaling", options)
     device = open_device(options.device)

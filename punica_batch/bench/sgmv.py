@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import product
 
 import torch
 from punica_batch_kernels.sgmv import backend_for
 from punica_batch_kernels.sgmv.baselines import GatherBmm, loop, row_slots
 from punica_batch_kernels.sgmv.types import Segments
 
-from punica_batch.bench.add_on import AddOn, segments_of
+from punica_batch.bench.add_on import AddOn
 from punica_batch.bench.device import ceilings, open_device, time_step
 from punica_batch.bench.figure import curve, figure, finish, limit_curve, log_axes
 from punica_batch.bench.options import BenchOptions
@@ -25,7 +26,6 @@ def run(options: BenchOptions) -> None:
     not count. µs a layer."""
     device, dtype = open_device(options.device), getattr(torch, options.dtype)
     rows = options.pick(full=[1, 2, 4, 8, 16, 32, 64, 128, 256], quick=[1, 8, 32, 64], tiny=[1, 4])
-    # each weight is read once in many megabytes: a cache cannot keep it for the next replay
     layers = options.pick(full=64, quick=32, tiny=2)
     hidden = shape_config(options.model_shape).hidden_size
     roof, recorder, budget = ceilings(device, dtype), Recorder("sgmv", options), options.budget()
@@ -33,28 +33,29 @@ def run(options: BenchOptions) -> None:
     gathered = [GatherBmm(group) for group in add_on.groups]
     points = [(name, kind, n) for name in COLOURS for kind in POPULARITIES for n in rows]
     for name, kind, n in recorder.in_time(points, budget):
-        segments, lengths = segments_of(kind, n, device)
-        took = time_step(_step(name, add_on, gathered, segments), device, seconds=0.1).scaled(1e6 / layers)
+        turns, lengths = add_on.turns(kind, n)
+        took = time_step(_step(name, add_on, gathered, turns), device, seconds=0.1)
         limit = 1e6 * roof.seconds(add_on.moved(lengths, activations=False), add_on.flop(lengths))
         recorder.write(
-            "latency", "us", took, limit=limit, headline=n == max(rows), provider=name, popularity=kind, rows=n
-        )
+            "latency", "us", took.scaled(1e6 / (layers * len(turns))), limit=limit, headline=n == max(rows),
+            provider=name, popularity=kind, rows=n,
+        )  # fmt: skip
     draw(recorder)
 
 
-def _step(name: str, add_on: AddOn, gathered: list[GatherBmm], segments: Segments) -> Callable[[], None]:
+def _step(name: str, add_on: AddOn, gathered: list[GatherBmm], turns: Sequence[Segments]) -> Callable[[], None]:
     if name == "sgmv":
-        return add_on.step(backend_for(add_on.device).add_lora, segments)
-    [(x, y)] = add_on.operands(segments.seg_indptr[-1])
-    slots = row_slots(segments).to(add_on.device)
+        return add_on.step(backend_for(add_on.device).add_lora, turns)
+    [(x, y)] = add_on.operands(turns[0].seg_indptr[-1])
+    slots = [row_slots(segments).to(add_on.device) for segments in turns]
 
     def in_a_loop() -> None:
-        for group in add_on.groups:
+        for segments, group in product(turns, add_on.groups):
             loop(y, x, group, segments)
 
     def by_gather_bmm() -> None:
-        for each in gathered:
-            each.add(y, x, slots)
+        for own, each in product(slots, gathered):
+            each.add(y, x, own)
 
     return in_a_loop if name == "loop" else by_gather_bmm
 

@@ -24,6 +24,9 @@ def main(root: Path, dtype: Dtype, device: str, began: float) -> None:
         import torch
     with times.stage("other imports"):
         from punica_batch.engine.build import build_engine
+    if device != "cpu":
+        with times.stage("device"):
+            torch.cuda.set_device(torch.device(device).index or 0)  # what names no device goes there, too
     warnings.simplefilter("ignore")
     adapters = {folder.name: AdapterSpec(folder.name, str(folder)) for folder in sorted((root / "adapters").iterdir())}
     files = [folder / "adapter_model.safetensors" for folder in (root / "adapters").iterdir()]

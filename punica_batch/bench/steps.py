@@ -84,13 +84,13 @@ class ModelSteps:
         return run
 
     def limit(self, ceilings: Ceilings, counts: list[int], kv_len: int, adapters: int, *, head: bool = True) -> float:
-        """Seconds that the step needs at the least: products, attention and adapters' weights, one after the other."""
+        """Seconds of the step's products, attention and adapters' weights, one after the other (``limit_of``)."""
         work = Work(
             tokens=sum(counts), sampled=len(counts) if head else 0, kv_tokens=len(counts) * kv_len,
             pairs=sum(n * kv_len - n * (n - 1) // 2 for n in counts), adapters=tuple(range(adapters)),
         )  # fmt: skip
         sizes = [self.adapter_bytes] * adapters
-        return limit_of([work], self.config, self._dtype_name, ceilings, sizes).seconds
+        return limit_of([work], self.config, self._dtype_name, ceilings, sizes, whole_last_layer=True).seconds
 
     @property
     def adapter_bytes(self) -> int:

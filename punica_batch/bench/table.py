@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count, product
 from pathlib import Path
 from string import ascii_lowercase
 
@@ -74,7 +75,7 @@ def _grid(lines: Sequence[JsonDict]) -> str:
     """The engine's throughput: a row a load, the model's weights, batch cap and ranks, a column a popularity, each
     figure with its share of its own limit and a letter for the run that it comes from."""
     lines = sorted(lines, key=place)
-    runs = dict(zip(dict.fromkeys(map(_source, lines)), ascii_lowercase, strict=False))
+    runs = dict(zip(dict.fromkeys(map(_source, lines)), _letters(), strict=False))
     columns = [kind for kind in ADAPTERS if any(line["parameters"]["adapters"] == kind for line in lines)]
     cells: dict[tuple[int, str, int, tuple[int, ...], str], dict[str, str]] = {}
     for line in lines:
@@ -89,8 +90,13 @@ def _grid(lines: Sequence[JsonDict]) -> str:
     for (_, load, cap, ranks, unit), own in sorted(cells.items()):
         table.append([load, str(cap), "+".join(map(str, ranks)), unit, *(own.get(column, "") for column in columns)])
     sources = [f"- {letter}: commit {commit}, `{command}`" for (commit, command), letter in runs.items()]
-    title = f"**engine** ({_machine(lines[0])}; in brackets the share of the device's limit)"
+    title = f"**engine** ({_machine(lines[0])}; in brackets the share of the limit)"
     return "\n".join([title, "", *_rows(table), "", *sources])
+
+
+def _letters() -> Iterator[str]:
+    """a to z, then aa, ab, ..."""
+    return ("".join(letters) for length in count(1) for letters in product(ascii_lowercase, repeat=length))
 
 
 def load_name(about: JsonDict) -> str:

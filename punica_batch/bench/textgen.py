@@ -2,7 +2,8 @@
 
 The same prompts, the same number of new tokens, greedy, EOS ignored, one model shape with random weights, in one run.
 Of transformers with PEFT two ways: one mixed batch (``adapter_names``), and a loop over the adapters. vLLM takes part
-where it can be imported.
+where it can be imported. Each system does every task twice, and the second time counts. In that this engine and vLLM
+load the adapters under new names, as they have not seen them; PEFT has all of them on the device from the start.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from punica_batch.bench.device import Ceilings, ceilings, free_memory, open_device, synchronize
+from punica_batch.bench.device import Ceilings, ceilings, free_memory, gpu_number, open_device, synchronize
 from punica_batch.bench.hf_peft import HfPeft
 from punica_batch.bench.limits import limit_of, simulate
 from punica_batch.bench.options import BenchOptions, Budget
@@ -56,7 +58,7 @@ class _Task:
 
 
 def run(options: BenchOptions) -> None:
-    """Raises ``UsageError`` where transformers or peft is not installed."""
+    """Raises ``JobError`` when a row gets too few tokens."""
     sizes = options.pick(
         full=_Sizes(32, 32, 64, 32, ("none", "identical", "skewed", "uniform", "distinct")),
         quick=_Sizes(16, 16, 64, 16, ("none", "identical", "distinct")),
@@ -65,19 +67,28 @@ def run(options: BenchOptions) -> None:
     recorder, budget = Recorder("textgen", options), options.budget()
     device = open_device(options.device)
     tasks = _tasks(sizes, options)
-    with workbench(options.model_shape, dtype=options.dtype, device=device, ranks=(options.rank,)) as bench:
-        roof = ceilings(device, bench.model.dtype)
-        _ours(recorder, bench, roof, tasks)
-        free_memory(device)
-        if has_vllm():
-            _vllm(recorder, bench, tasks)
-            free_memory(device)
-        else:
-            print("textgen: vLLM is not installed here and takes no part", file=sys.stderr, flush=True)
-        dtype = bench.model.dtype
-    free_memory(device)
+    _engines(recorder, tasks, device)
+    free_memory(device)  # that of the model, before PEFT has its own
+    dtype = getattr(torch, options.dtype)
     _peft(recorder, HfPeft(options.model_shape, dtype, device, options.rank, sizes.rows), tasks, budget)
     draw(recorder)
+
+
+def _engines(recorder: Recorder, tasks: Sequence[_Task], device: torch.device) -> None:
+    """This one and vLLM, with one model of random weights and one set of adapter files."""
+    options = recorder.options
+    with workbench(options.model_shape, dtype=options.dtype, device=device, ranks=(options.rank,)) as bench:
+        _ours(recorder, bench, ceilings(device, bench.model.dtype), tasks)
+        free_memory(device)
+        if not has_vllm():
+            print("textgen: vLLM is not installed here and takes no part", file=sys.stderr, flush=True)
+        elif gpu_number(options.device):
+            print(
+                f"textgen: vLLM runs on the first GPU, not on {options.device}, and takes no part", file=sys.stderr,
+                flush=True,
+            )  # fmt: skip
+        else:
+            _vllm(recorder, bench, tasks)
 
 
 def _tasks(sizes: _Sizes, options: BenchOptions) -> list[_Task]:
@@ -117,7 +128,6 @@ def _limit(bench: Workbench, roof: Ceilings, task: _Task, batched_tokens: int) -
 
 def _peft(recorder: Recorder, peft: HfPeft, tasks: Sequence[_Task], budget: Budget) -> None:
     device = open_device(recorder.options.device)
-    peft.mixed(tasks[0].prompts, None, 2, tasks[0].sizes.batch)  # warm-up
     runs = []
     for task in tasks:
         sizes, which = task.sizes, task.which
@@ -125,6 +135,7 @@ def _peft(recorder: Recorder, peft: HfPeft, tasks: Sequence[_Task], budget: Budg
         if which is not None:
             runs.append(("PEFT loop", task, partial(peft.loop, task.prompts, which, sizes.new, sizes.batch)))
     for system, task, generate in recorder.in_time(runs, budget):
+        generate()
         synchronize(device)
         began = time.perf_counter()
         answers = generate()
@@ -137,11 +148,14 @@ def _peft(recorder: Recorder, peft: HfPeft, tasks: Sequence[_Task], budget: Budg
 def _vllm(recorder: Recorder, bench: Workbench, tasks: Sequence[_Task]) -> None:
     sizes = tasks[0].sizes
     with VllmPeer(bench, batch=sizes.batch, longest=sizes.prompt + sizes.new) as peer:
-        peer.generate(tasks[0].prompts, None, 2)  # warm-up
-        for task in tasks:
-            began = time.perf_counter()
-            peer.generate(task.prompts, task.which, sizes.new)
-            _write(recorder, "vLLM", task, time.perf_counter() - began)
+        for i, task in enumerate(tasks):
+            seconds = 0.0
+            for use in (2 * i, 2 * i + 1):  # not measured; measured
+                which = None if task.which is None else [number + use * sizes.rows for number in task.which]
+                began = time.perf_counter()
+                peer.generate(task.prompts, which, sizes.new)
+                seconds = time.perf_counter() - began
+            _write(recorder, "vLLM", task, seconds)
 
 
 def _write(recorder: Recorder, system: str, task: _Task, seconds: float, limit: float | None = None) -> None:
@@ -157,7 +171,7 @@ def _write(recorder: Recorder, system: str, task: _Task, seconds: float, limit: 
 
 
 def draw(recorder: Recorder) -> None:
-    """Bars by popularity and system, on a logarithmic axis; the device's limit above."""
+    """Bars by popularity and system, on a logarithmic axis; this engine's limit above."""
     from punica_batch.bench.figure import figure, finish
 
     lines = recorder.select("throughput")
@@ -177,7 +191,7 @@ def draw(recorder: Recorder) -> None:
             [value for _, value in limits],
             marker="_",
             color="black",
-            label="limit of the device",
+            label="limit, part after part",
         )
         axes.set_xticks(range(len(kinds)), kinds)
         axes.set_yscale("log")

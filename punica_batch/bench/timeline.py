@@ -20,12 +20,12 @@ KINDS: dict[str, tuple[str, ...]] = {
     "add-on": ("shrink", "expand", "sgmv", "lora"),
     "attention": (
         "decodewith", "prefillwith", "batchdecode", "batchprefill", "persistentvariablelength", "variablelengthmerge",
-        "mergestates", "flash_fwd", "fmha", "append", "write_kv",
+        "mergestates", "flash_fwd", "fmha", "append",
     ),
     "products": ("gemm", "nvjet", "cutlass", "splitk", "gemv", "cublas", "few_rows"),
-    "sampling": ("sampl", "argmax", "philox", "softmax", "topk", "sort", "gumbel", "reduce_kernel"),
+    "sampling": ("sampl", "argmax", "draw_kernel", "philox", "softmax", "topk", "sort", "gumbel", "reduce_kernel"),
     "norms, rotation, activation": ("norm", "rotary", "rope", "act_and_mul", "silu"),
-    "copies": ("memcpy", "memset"),
+    "copies": ("memcpy", "memset", "repack"),
 }  # fmt: skip
 OTHER = "other"
 

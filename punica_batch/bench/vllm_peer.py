@@ -25,7 +25,8 @@ def has_vllm() -> bool:
 
 
 class VllmPeer:
-    """To be used as a context. Adapter number n is folder n of the workbench's, in turn, under an id of its own."""
+    """To be used as a context, on the first GPU, which is the only one that vLLM takes by itself. Adapter number n is
+    folder n of the workbench's, in turn, under an id of its own."""
 
     def __init__(self, bench: Workbench, *, batch: int, longest: int) -> None:
         self._vllm: Any = importlib.import_module("vllm")

@@ -68,11 +68,17 @@ def _options(
 
 
 def _run(benches: Sequence[Bench], options: BenchOptions) -> int:
-    """One after the other. Of several, one that fails does not keep the others from running: exit 1 at the end."""
-    from punica_batch.bench.runner import check, run_bench
+    """One after the other. Of several, one that fails does not keep the others from running: exit 1 at the end; one
+    that needs what is not installed is left out."""
+    from punica_batch.bench.runner import check, missing, run_bench
     from punica_batch.ui.lines import write_line
 
     check(options)
+    if len(benches) > 1:
+        lacks = {bench: missing(bench) for bench in benches}
+        for lack in filter(None, lacks.values()):
+            write_line(f"punica-batch: left out: {lack}", sys.stderr)
+        benches = [bench for bench in benches if not lacks[bench]]
     failed, seconds = [], dict[str, float]()
     for bench in benches:
         began = time.monotonic()

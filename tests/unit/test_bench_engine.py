@@ -1,28 +1,26 @@
-"""The engine's benchmarks: limits worked out by hand, timelines from made-up kernels, and a run of each command."""
+"""The engine's benchmarks: timelines from made-up kernels, and a run of each command."""
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 pytest.importorskip("matplotlib")
 from punica_batch import cli
 from punica_batch.bench import engine as engine_bench
 from punica_batch.bench import overhead
-from punica_batch.bench.device import Ceilings
-from punica_batch.bench.limits import ProductTable, Work, limit_of, simulate
+from punica_batch.bench import workbench as workbench_module
 from punica_batch.bench.options import BenchOptions
-from punica_batch.bench.popularity import load, popularity
 from punica_batch.bench.selection import MIXED_RANKS, Selection, parse_ranks
 from punica_batch.bench.serving import SETTLE_STEPS, Rows, drop, serve, start, steps_to_prefill
-from punica_batch.bench.shapes import SHAPES
 from punica_batch.bench.timeline import (
     DeviceEvent,
     Timeline,
@@ -35,11 +33,11 @@ from punica_batch.bench.timeline import (
 from punica_batch.bench.workbench import FOLDERS, Workbench, workbench
 from punica_batch.engine.engine import Engine
 from punica_batch.errors import JobError, UsageError
-from punica_batch.models.config import ModelConfig
+from punica_batch.models.llama import LlamaModel
+from punica_batch.models.weights import random_weights
 from punica_batch.types import JsonDict
 
 CPU = torch.device("cpu")
-SEVEN_B = ModelConfig.from_dict(SHAPES["7b"])
 
 
 @pytest.fixture(scope="module")
@@ -56,81 +54,37 @@ def lines(results: Path, name: str) -> list[JsonDict]:
     return [json.loads(line) for line in (results / f"{name}.jsonl").read_text().splitlines()]
 
 
-def test_a_load_is_played_through_step_by_step() -> None:
-    """Two rows at a time, six tokens a step: a prompt of 7 is cut, the third row waits for a place."""
-    steps = simulate([4, 7, 2], [3, 1, 2], cap=2, batched_tokens=6, adapters=np.array([5, 6, 5]))
-    assert steps == [
-        Work(tokens=6, sampled=1, kv_tokens=4 + 2, pairs=(1 + 2 + 3 + 4) + (1 + 2), adapters=(5, 6)),
-        Work(tokens=1 + 5, sampled=2, kv_tokens=5 + 7, pairs=3 + 4 + 5 + 6 + 7, adapters=(5, 6)),
-        Work(tokens=1 + 2, sampled=2, kv_tokens=6 + 2, pairs=1 + 2, adapters=(5,)),
-        Work(tokens=1, sampled=1, kv_tokens=3, pairs=0, adapters=(5,)),
-    ]
-
-
-@given(
-    rows=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 9)), min_size=1, max_size=12),
-    cap=st.integers(1, 5),
-    spare=st.integers(0, 20),
-)
-def test_every_token_is_computed_once(rows: list[tuple[int, int]], cap: int, spare: int) -> None:
-    prompts, new = ([row[i] for row in rows] for i in (0, 1))
-    steps = simulate(prompts, new, cap, cap + spare)
-    assert sum(step.tokens for step in steps) == sum(prompts) + sum(new) - len(rows)
-    assert sum(step.sampled for step in steps) == sum(new)
-    assert max(step.tokens for step in steps) <= cap + spare
-    assert sum(step.pairs for step in steps) == sum(n * (n + 1) // 2 for n in prompts)
-
-
-@pytest.mark.parametrize(("cap", "rows", "tokens_a_second"), [(32, 256, 6170), (256, 1024, 16050)])
-def test_the_limit_of_a_known_device(cap: int, rows: int, tokens_a_second: int) -> None:
-    """What was worked out elsewhere for the decode load, from an H200's measured products and attention's rate."""
-    table = ProductTable([1, 32, 64, 128, 256, 512], [0.00371, 0.00385, 0.00384, 0.00421, 0.00614, 0.01166], [0.0] * 6)
-    prompts, new = load("decode", rows)
-    steps = simulate([len(prompt) for prompt in prompts], new, cap, 2048)
-    limit = limit_of(steps, SEVEN_B, "float16", Ceilings(copy=3.74e12, product=729e12), [], table)
-    assert sum(new) / limit.seconds == pytest.approx(
-        tokens_a_second, rel=0.012
-    )  # between 512 rows and the 8,192 of the rate
-
-
-def test_a_roofline_by_hand() -> None:
-    """One decode step of two rows with two adapters: bytes are what it costs; a large prefill costs operations."""
-    ceilings = Ceilings(copy=1e12, product=1e14)
-    layer = 4 * 4096**2 + 3 * 4096 * 11008
-    weights = 2 * (32 * layer + 32000 * 4096)
-    decode = limit_of([Work(2, 2, 1000, 0, (0, 3))], SEVEN_B, "float16", ceilings, [7, 0, 0, 80_000_000])
-    assert decode.products == pytest.approx(weights / 1e12)
-    assert decode.attention == pytest.approx(1000 * 2 * 32 * 4096 * 2 / 1e12)
-    assert decode.adapters == pytest.approx(80_000_007 / 1e12)
-    assert decode.seconds == pytest.approx(decode.products + decode.attention + decode.adapters)
-    prefill = limit_of([Work(4096, 0, 4096, 4096 * 4097 // 2, ())], SEVEN_B, "float16", ceilings, [])
-    assert prefill.products == pytest.approx(2 * 32 * layer * 4096 / 1e14)
-    assert prefill.attention == pytest.approx(4 * 32 * 4096 * (4096 * 4097 // 2) / 1e14)
-
-
-def test_products_between_and_beyond_what_was_measured() -> None:
-    table = ProductTable([1, 3], [10.0, 20.0], [1.0, 2.0])
-    assert table.seconds(2, 0) == pytest.approx(15.0)
-    assert table.seconds(6, 1) == pytest.approx(40.0 + 1.0)
-
-
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
         ("_shrink_kernel", "add-on"),
         ("expand_silu_kernel", "add-on"),
+        ("expand_rope_kernel", "add-on"),
         ("few_rows_kernel", "products"),
+        ("rope_and_write_kv_kernel", "norms, rotation, activation"),
+        ("repack_kernel", "copies"),
+        ("argmax_split_kernel", "sampling"),
+        ("argmax_join_kernel", "sampling"),
+        ("draw_kernel", "sampling"),
+        ("void flashinfer::BatchPrefillWithPagedKVCacheKernel<flashinfer::KernelTraits<(flashinfer::MaskMode)1, "
+         "(flashinfer::PosEncodingMode)0, flashinfer::DefaultAttention<false, false, false, false>>>", "attention"),
+        ("void flashinfer::PersistentVariableLengthMergeStatesKernel<8u, 16u, 8u, 4u, __half, __half>", "attention"),
+        ("void flashinfer::AppendPagedKVCacheKernel<128u, 8u, int, __half>", "attention"),
         ("void flashinfer::BatchDecodeWithPagedKVCacheKernel<flashinfer::PosEncodingMode>", "attention"),
         ("void flashinfer::PrefillWithKVCacheKernel<cutlass::Kernel>", "attention"),
         ("nvjet_hsh_192x8_64x8_2x1_v_bz_TNN", "products"),
+        ("nvjet_hsh_64x8_64x16_4x1_v_bz_splitK_TNN", "products"),
+        ("sm90_xmma_gemm_f16f16_f16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_execute_kernel", "products"),
+        ("void gemvNSP_kernel<__half, __half, __half, float, 1, 32, 4, 1024>", "products"),
         ("void cublasLt::splitKreduce_kernel<32, 16, int>", "products"),
         ("void flashinfer::sampling::TopKTopPSamplingFromProbKernel", "sampling"),
         ("void flashinfer::norm::FusedAddRMSNormKernel<8u, __half>", "norms, rotation, activation"),
+        ("void flashinfer::norm::RMSNormKernel<8u, __half>", "norms, rotation, activation"),
         ("void flashinfer::activation::act_and_mul_kernel<__half>", "norms, rotation, activation"),
         ("Memcpy HtoD (Pinned -> Device)", "copies"),
         ("void at::native::vectorized_elementwise_kernel<4>", "other"),
     ],
-)
+)  # fmt: skip
 def test_kernels_are_told_apart(name: str, kind: str) -> None:
     assert kind_of(name) == kind
 
@@ -203,18 +157,6 @@ def test_rows_that_end_too_early_have_no_timeline(bench: Workbench) -> None:
         decode_timeline(engine, rows, 8)
     assert not engine.has_work
     engine.close()
-
-
-@given(
-    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=9),
-    spare=st.integers(1, 30),
-)
-def test_the_steps_of_a_prefill_are_bounded(lengths: list[int], spare: int) -> None:
-    """Played through: so many steps later all rows decode."""
-    budget = len(lengths) + spare
-    bound = steps_to_prefill(sum(lengths), len(lengths), budget)
-    steps = simulate(lengths, [1000] * len(lengths), len(lengths), budget)
-    assert all(step.pairs == 0 for step in steps[bound:])
 
 
 def test_a_timelines_rows_are_half_way_in_its_middle() -> None:
@@ -302,6 +244,24 @@ def test_the_overhead_command(tmp_path: Path) -> None:
     assert (tmp_path / "overhead-tiny-float32-cpu.png").is_file()
 
 
+def test_a_model_is_gone_before_the_next_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes much of a GPU's memory."""
+    made: list[weakref.ref[LlamaModel]] = []
+
+    def one_at_a_time(*arguments: Any, **options: Any) -> LlamaModel:
+        gc.collect()
+        assert not any(earlier() for earlier in made)
+        model = random_weights(*arguments, **options)
+        made.append(weakref.ref(model))
+        return model
+
+    monkeypatch.setattr(workbench_module, "random_weights", one_at_a_time)
+    few = Selection(loads=("label",), caps=(3,), adapters=("none",), ranks=((2,), (4,)), share=0.01)
+    engine_bench.run(options(tmp_path), few)
+    assert len(made) == 2
+    assert {x["parameters"].get("ranks") for x in lines(tmp_path, "engine")} == {None, "2", "4"}
+
+
 def test_what_is_chosen_on_the_command_line() -> None:
     given = {
         "loads": None,
@@ -327,12 +287,3 @@ def test_what_is_chosen_on_the_command_line() -> None:
             Selection().choose(**given | wrong)
     with pytest.raises(UsageError, match="--ranks"):
         parse_ranks("8;16")
-
-
-def test_the_limit_counts_an_adapter_once_a_step() -> None:
-    """All rows with one adapter read it once; with one each, as often as there are rows."""
-    prompts, new = [3] * 8, [2] * 8
-    identical = simulate(prompts, new, 8, 64, popularity("identical", 8))
-    distinct = simulate(prompts, new, 8, 64, popularity("distinct", 8))
-    assert [step.adapters for step in identical] == [(0,), (0,)]
-    assert [len(step.adapters) for step in distinct] == [8, 8]

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -14,11 +20,17 @@ import torch
 
 pytest.importorskip("peft")
 pytest.importorskip("matplotlib")
-from punica_batch.bench import scaling, startup, textgen
+from punica_batch.bench import scaling, startup, startup_child, textgen, workbench
 from punica_batch.bench.hf_peft import HfPeft
 from punica_batch.bench.options import BenchOptions
 from punica_batch.bench.popularity import load
+from punica_batch.bench.record import Recorder
 from punica_batch.bench.workbench import write_tokenizer
+from punica_batch.engine import build as build_module
+from punica_batch.engine.settings import EngineSettings
+from punica_batch.errors import UsageError
+from punica_batch.models.llama import LlamaModel
+from punica_batch.models.weights import random_weights
 
 ROOT = Path(__file__).parents[2]
 
@@ -73,6 +85,120 @@ def test_the_textgen_command(tmp_path: Path) -> None:
         theirs = measured[about["against"], about["adapters"]]["median"]
         assert line["median"] == pytest.approx(measured["punica-batch", about["adapters"]]["median"] / theirs, rel=1e-3)
     assert (tmp_path / "textgen-tiny-float32-cpu.png").is_file()
+
+
+class Peft:
+    """Stands for PEFT's side: says what it was asked to do."""
+
+    def __init__(self, asked: list[Any]) -> None:
+        self.asked = asked
+
+    def mixed(self, prompts: Any, which: list[int] | None, new: int, batch: int) -> list[list[int]]:
+        self.asked.append(("mixed", which, new))
+        return [[0] * new] * len(prompts)
+
+    def loop(self, prompts: Any, which: list[int], new: int, batch: int) -> list[list[int]]:
+        self.asked.append(("loop", which, new))
+        return [[0] * new] * len(prompts)
+
+
+def test_each_system_does_each_task_once_unmeasured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that what is compiled and allocated at the first time counts for none; adapters load anew in the second."""
+    asked: list[Any] = []
+
+    class Peer:
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+
+        def __enter__(self) -> Peer:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def generate(self, prompts: Any, which: list[int] | None, new: int) -> None:
+            asked.append(("vLLM", which, new))
+
+    monkeypatch.setattr(textgen, "has_vllm", lambda: True)
+    monkeypatch.setattr(textgen, "VllmPeer", Peer)
+    monkeypatch.setattr(textgen, "HfPeft", lambda *_: Peft(asked))
+    textgen.run(options(tmp_path))
+    uniform, distinct = [0, 1, 0, 1], [0, 1, 2, 3]
+    for name, kinds in (("mixed", (None, uniform, distinct)), ("loop", (uniform, distinct))):
+        assert [(which, new) for own, which, new in asked if own == name] == [(x, 3) for x in kinds for _ in "ab"]
+    theirs = [(which, new) for own, which, new in asked if own == "vLLM"]
+    assert [new for _, new in theirs] == [3] * 6
+    assert [which for which, _ in theirs[:2]] == [None, None]
+    seen: set[int] = set()
+    for which, _ in theirs[2:]:
+        assert not seen & set(which)
+        seen |= set(which)
+    assert [len(set(which)) for which, _ in theirs[2:]] == [2, 2, 4, 4]
+
+
+def test_peft_has_the_device_to_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This engine's model is gone before there is another."""
+    made: list[weakref.ref[LlamaModel]] = []
+
+    def random(*arguments: Any, **more: Any) -> LlamaModel:
+        model = random_weights(*arguments, **more)
+        made.append(weakref.ref(model))
+        return model
+
+    def peft(*_: Any) -> Peft:
+        gc.collect()
+        assert made
+        assert not any(model() for model in made)
+        return Peft([])
+
+    monkeypatch.setattr(workbench, "random_weights", random)
+    monkeypatch.setattr(textgen, "HfPeft", peft)
+    textgen.run(options(tmp_path))
+
+
+def test_vllm_takes_no_part_on_another_gpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise AssertionError
+
+    @contextmanager
+    def no_bench(*_: Any, **__: Any) -> Iterator[Any]:
+        yield SimpleNamespace(model=SimpleNamespace(dtype=torch.float16))
+
+    for name in ("_ours", "ceilings", "free_memory"):
+        monkeypatch.setattr(textgen, name, lambda *_: None)
+    monkeypatch.setattr(textgen, "workbench", no_bench)
+    monkeypatch.setattr(textgen, "has_vllm", lambda: True)
+    monkeypatch.setattr(textgen, "VllmPeer", fail)
+    recorder = Recorder("textgen", replace(options(tmp_path), device="cuda:1"))
+    textgen._engines(recorder, [], torch.device("cuda:1"))
+    assert capsys.readouterr().err == "textgen: vLLM runs on the first GPU, not on cuda:1, and takes no part\n"
+
+
+def test_scaling_refuses_a_gpu_that_jobs_would_not_take(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="leave out --device cuda:1"):
+        scaling.run(replace(options(tmp_path), device="cuda:1"))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("device", "number"), [("cuda:1", 1), ("cuda", 0), ("cpu", None)])
+def test_the_process_that_starts_works_on_the_gpu_that_was_asked_for(
+    device: str, number: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "adapters" / "adapter0"
+    folder.mkdir(parents=True)
+    (folder / "adapter_config.json").write_text('{"r": 4}')
+    (folder / "adapter_model.safetensors").write_text("")
+    chosen: list[int] = []
+
+    def build(settings: EngineSettings, times: object) -> None:
+        assert settings.device == device
+        assert chosen == ([] if number is None else [number])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(build_module, "build_engine", build)
+    with pytest.raises(KeyboardInterrupt):
+        startup_child.main(tmp_path, "float16", device, 0.0)
 
 
 @pytest.mark.slow

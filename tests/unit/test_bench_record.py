@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any
 
 import numpy as np
@@ -179,6 +180,33 @@ def test_the_engines_table_has_ranks_in_their_order(tmp_path: Path) -> None:
         recorder.write("throughput", "new tok/s", 100.0, limit=200.0, headline=True, **about)
     rows = [text.split(" | ")[2] for text in markdown(tmp_path).splitlines() if text.startswith("| decode")]
     assert rows == ["8", "8+16+64", "16", "64"]
+
+
+def test_the_engines_table_has_letters_for_any_number_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for cap in range(1, 29):
+        monkeypatch.setenv("PUNICA_BATCH_COMMIT", f"commit{cap}")
+        about = {"load": "decode", "cap": cap, "adapters": "none", "ranks": "16"}
+        recorder = Recorder("engine", options(tmp_path))
+        recorder.write("throughput", "new tok/s", 100.0, limit=200.0, headline=True, **about)
+    text = markdown(tmp_path)
+    cells = [row.split(" | ")[-1].removesuffix(" |") for row in text.splitlines() if row.startswith("| decode")]
+    assert cells == [f"100 (50 %) {letters}" for letters in [*ascii_lowercase, "aa", "ab"]]
+    assert "- z: commit commit26," in text
+    assert "- ab: commit commit28," in text
+
+
+def test_what_is_printed_of_a_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not more digits than mean something, no colon without what it belongs to, a limit with its unit."""
+    recorder = Recorder("demo", options(tmp_path))
+    recorder.write("weights", "GB/s", 6.123456)
+    recorder.write("first tokens", "s", 0.5, first=0.012610058001882862, adapters=4)
+    recorder.write("throughput", "new tok/s", 5688.7, limit=7690.2, load="decode")
+    assert capsys.readouterr().err.splitlines() == [
+        "demo: weights: 6.123 GB/s",
+        "demo: first tokens, first 0.01261, adapters 4: 0.5 s",
+        "demo: throughput, load decode: 5,689 new tok/s (limit 7,690 new tok/s)",
+    ]
+    assert recorder.lines[1]["parameters"]["first"] == 0.012610058001882862
 
 
 def test_a_speedup_is_a_share_of_the_highest(tmp_path: Path) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import threading
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,11 +15,11 @@ import torch
 from punica_batch_kernels.sgmv import backend_for
 from punica_batch_kernels.sgmv.tiles import PER_ROW
 
-from punica_batch.bench import clocks
+from punica_batch.bench import clocks, sgmv
 from punica_batch.bench import device as device_module
 from punica_batch.bench import steps as steps_module
 from punica_batch.bench.ablations import with_tiles
-from punica_batch.bench.add_on import AddOn, segments_of
+from punica_batch.bench.add_on import COLD_BYTES, MOST_PRODUCTS, AddOn, segments_of
 from punica_batch.bench.batching import fitting_tokens
 from punica_batch.bench.clocks import Clocks
 from punica_batch.bench.device import Ceilings, ceilings, host_link, time_step
@@ -58,7 +62,7 @@ def test_the_add_on_adds_each_rows_adapter(kind: Popularity, unsplit: bool) -> N
         torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-6)
         seen.append((x, y))
 
-    add_on.step(add_lora, segments, unsplit=unsplit)()
+    add_on.step(add_lora, [segments], unsplit=unsplit)()
     assert len(seen) == 4
     assert len({weights.a.data_ptr() for group in add_on.groups for weights in group.slots if weights}) == 20
 
@@ -70,6 +74,75 @@ def test_what_the_add_on_must_move_and_compute() -> None:
     assert add_on.moved([3, 1], activations=False) == 2 * (first + second)
     assert add_on.moved([3, 1]) == 2 * (first + second + 4 * (8 + 2 * 16))
     assert add_on.moved([4]) == 2 * (first + 4 * (8 + 2 * 16))
+
+
+def test_turns_read_more_than_a_cache_holds_before_any_weight_again() -> None:
+    """Other slots each time, of the same ranks: as many as it takes, as there are, as a graph may hold."""
+    add_on = AddOn([(8, (6,))], 3, [4] * 9, torch.float16, CPU, cold_bytes=3 * 2 * 4 * 14 * 8)  # eight adapters'
+    assert [turn.lora_indices for turn in add_on.turns("identical", 5)[0]] == [(slot,) for slot in range(8)]
+    turns, lengths = add_on.turns("uniform", 5)
+    assert lengths == [2, 2, 1]
+    assert [turn.lora_indices for turn in turns] == [(0, 1, 2), (3, 4, 5), (6, 7, 8)]
+    assert all(turn.lengths == (2, 2, 1) for turn in turns)
+    mixed = AddOn([(8, (6,))], 3, [1, 4] * 5, torch.float16, CPU, cold_bytes=1 << 20)
+    assert [turn.lora_indices for turn in mixed.turns("identical", 2)[0]] == [(0,), (2,), (4,), (6,), (8,)]
+    assert [turn.lora_indices for turn in mixed.turns("uniform", 5)[0]] == [(0, 1, 2), (4, 5, 6)]
+    many = AddOn([(8, (6,))], MOST_PRODUCTS // 4, [1] * 9, torch.float16, CPU, cold_bytes=1 << 30)
+    assert len(many.turns("identical", 2)[0]) == 4
+
+
+@pytest.mark.parametrize("rank", [8, 16, 128])
+def test_one_adapter_for_all_rows_is_read_from_memory(rank: int) -> None:
+    """Of a 4096 x 4096 projection, at the sizes of the quick runs: 128 MiB at least, where an H200 caches 50 MB."""
+    add_on = AddOn([(1, (1,))], 32, [1] * 32, torch.float16, CPU, cold_bytes=COLD_BYTES)
+    add_on.shapes, add_on.ranks = [(4096, (4096,))], [rank] * 32  # whose weights would fill this machine
+    turns, lengths = add_on.turns("identical", 32)
+    read = len(turns) * add_on.layers * add_on.moved(lengths, activations=False)
+    assert read >= min(COLD_BYTES, rank << 24)
+    assert read < 2 * COLD_BYTES
+    assert len({turn.lora_indices for turn in turns}) == len(turns)
+
+
+def test_a_step_of_turns_adds_every_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    add_on = AddOn([(8, (6,))], 2, [4] * 3, torch.float32, CPU, cold_bytes=1 << 20)
+    turns, _ = add_on.turns("identical", 2)
+    asked: list[tuple[int, tuple[int, ...]]] = []
+
+    def add_lora(y: Any, x: Any, group: Any, segments: Any, buffer: Any) -> None:
+        asked.append((id(group), segments.lora_indices))
+
+    add_on.step(add_lora, turns)()
+    first, second = map(id, add_on.groups)
+    assert asked == [(group, (slot,)) for slot in range(3) for group in (first, second)]
+
+
+@pytest.mark.parametrize("name", ["sgmv", "loop", "gather-bmm"])
+def test_a_figure_is_of_one_product(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many turns there are: each step "takes" a second a product, and adds each turn's adapter."""
+    plain, products = AddOn, [0]
+
+    def cold(*arguments: Any) -> AddOn:
+        return plain(*arguments, cold_bytes=1 << 20)
+
+    def timed(step: Callable[[], None], *_: Any, **__: Any) -> Spread:
+        products[0] = 0
+        step()
+        return Spread.of([float(products[0])])
+
+    def count(*_: Any) -> None:
+        products[0] += 1
+
+    monkeypatch.setattr(sgmv, "AddOn", cold)
+    monkeypatch.setattr(sgmv, "time_step", timed)
+    monkeypatch.setattr(sgmv, "loop", count)
+    monkeypatch.setattr(sgmv.GatherBmm, "add", count)
+    monkeypatch.setattr(sgmv, "backend_for", lambda _: SimpleNamespace(add_lora=count))
+    monkeypatch.setattr(sgmv, "draw", lambda _: None)
+    sgmv.run(replace(OPTIONS, results=tmp_path))
+    written = [json.loads(line) for line in (tmp_path / "sgmv.jsonl").read_text().splitlines()]
+    own = [line for line in written if line["parameters"]["provider"] == name]
+    assert own
+    assert {line["median"] for line in own} == {1e6}
 
 
 def test_segments_group_the_rows() -> None:

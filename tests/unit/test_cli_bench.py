@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -70,6 +72,50 @@ def test_a_command_from_end_to_end(name: str, tmp_path: Path, capsys: pytest.Cap
     assert pixels.shape[0] > 300
     assert pixels.shape[1] > 300
     assert pixels[..., :3].std() > 0.01
+
+
+def test_it_says_in_the_end_where_everything_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And, on a CPU, once, that the times mean nothing."""
+    assert cli.execute(["bench", "roofline", *TINY, "--results", "out"]) == 0
+    shown = capsys.readouterr().err
+    assert shown.splitlines()[-1] == (
+        "roofline: lines in out/roofline.jsonl, figure out/roofline-tiny-float32-cpu.png; "
+        "run on the CPU to show that the command works: its times mean nothing"
+    )
+    assert shown.count("mean nothing") == 1
+    assert (tmp_path / "out" / "roofline.jsonl").is_file()
+    assert (tmp_path / "out" / "roofline-tiny-float32-cpu.png").is_file()
+
+
+def test_text_generation_says_at_once_what_it_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    assert cli.execute(["bench", "textgen", *TINY]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "bench textgen needs peft" in error
+    assert "pip install 'punica-batch[bench]'" in error
+    assert not list(tmp_path.iterdir())
+
+
+def test_all_leaves_out_what_cannot_run_here(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[str] = []
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.setattr(runner, "run_bench", lambda bench, options: ran.append(bench.name))
+    assert cli.execute(["bench", "all", *TINY]) == 0
+    assert ran == [bench.name for bench in BENCHES if bench.in_all and bench.name != "textgen"]
+    first, _ = capsys.readouterr().err.splitlines()
+    assert first.startswith("punica-batch: left out: bench textgen needs transformers")
+    assert first.endswith("pip install 'punica-batch[bench]'")
+
+
+def test_the_extra_has_what_the_benchmarks_need() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    extra = {re.split("[<>=]", each)[0] for each in project["optional-dependencies"]["bench"]}
+    assert extra == {"matplotlib", *(name for bench in BENCHES for name in bench.needs)}
 
 
 def test_time_that_is_up_leaves_out_points_but_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
