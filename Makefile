@@ -36,11 +36,13 @@ gpu-bench: $(VENV)/.dev  ## what `bench all` measures, budgeted for 8 minutes, o
 	$(BIN)/punica-batch bench all --quick
 
 $(VENV)/.installed: pyproject.toml constraints.txt
+	@echo "installing into $(VENV): pip says nothing meanwhile, for about half a minute"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) -e .
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.installed
+	@echo "installing what tests need into $(VENV)"
 	$(PIP_INSTALL) -e '.[dev]'
 	touch $@
 

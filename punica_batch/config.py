@@ -7,6 +7,7 @@ they are and what is allowed. Field names are the flags' names with underscores.
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -28,6 +29,11 @@ BINDING_FIELDS = (
     "prompt_column", "lora_column", "id_column", "messages_column", "columns", "output_prefix",
     "overlong", "limit", "rows_per_shard",
 )  # fmt: skip
+
+
+_NUMBERS_AS_TEXT = ("gpus", "max_errors")
+_KINDS = {"int": "a valid integer", "float": "a valid number", "bool": "true or false"}
+_LISTS = ("inputs", "stop")
 
 
 class FieldError(UsageError):
@@ -181,9 +187,27 @@ class JobConfig(JobFields):
 
         def __init__(self, **values: Any) -> None:
             try:
-                super().__init__(**values)
+                super().__init__(**{name: _natural(name, value) for name, value in values.items()})
             except PydanticError as error:
                 raise FieldError.of(error) from None
+
+
+def _natural(field: str, value: Any) -> Any:
+    """What Python's way to write a value stands for: one string for a list of one, a number for a number in text, a
+    path object for its name."""
+    if field in _NUMBERS_AS_TEXT and isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    if field in _LISTS and isinstance(value, str | os.PathLike):
+        value = (value,)
+    if isinstance(value, list | tuple):
+        return tuple(map(_path_name, value))
+    if isinstance(value, dict):
+        return {key: _path_name(item) for key, item in value.items()}
+    return _path_name(value)
+
+
+def _path_name(value: Any) -> Any:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def nearest(key: str, valid: Iterable[str] = JobFields.model_fields) -> str:
@@ -198,6 +222,8 @@ def _problem(error: PydanticError) -> tuple[str, str]:
     if first["type"] == "extra_forbidden":
         return location[0], f"is unknown; the nearest valid one is {nearest(location[0])!r}"
     message = first["msg"].removeprefix("Value error, ").replace("Input should be", "must be").replace("tuple", "list")
+    if first["type"].endswith(("_parsing", "_parsing_size", "_from_float")):
+        message = f"must be {_KINDS[first['type'].partition('_')[0]]}"
     value: object = first["input"]
     if first["type"] == "literal_error" and isinstance(value, str):
         expected = [part.strip("'") for part in first["ctx"]["expected"].replace(" or ", ", ").split(", ")]
@@ -207,5 +233,7 @@ def _problem(error: PydanticError) -> tuple[str, str]:
         return location[0], message + inside
     if isinstance(value, int | float) and location[0] != "storage_options":
         return location[0], f"{message}{inside}, not {value!r}"
+    if value is None:
+        return location[0], f"{message}{inside}, not None"
     kind = {"str": "string", "tuple": "list", "dict": "table"}.get(type(value).__name__, type(value).__name__)
     return location[0], f"{message}{inside}, not {'an' if kind[0] in 'aeiou' else 'a'} {kind}"

@@ -21,7 +21,17 @@ Messages are one line: what, where, what to do. They never contain prompt text o
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Collection
 from typing import ClassVar
+
+# Looking for the nearest name takes its time: a thousand wrong names need not have one each.
+_MAX_HINTS, _MAX_HINT_NAMES, _MAX_HINT_LENGTH = 20, 10_000, 100
+
+
+def ended(text: str) -> str:
+    """``text`` as a sentence that another may follow: with a full stop unless it has an end of its own."""
+    return text if text.endswith((".", "?", "!", "…")) else f"{text}."
 
 
 class PunicaError(Exception):
@@ -103,3 +113,32 @@ class RowError(PunicaError):
 
     def __reduce__(self) -> tuple[type[RowError], tuple[str, str]]:
         return RowError, (self.code, self.sentence)
+
+
+class UnknownAdapters:
+    """Makes the errors of names that a registry does not have, wherever they are met: one text for all."""
+
+    def __init__(self) -> None:
+        self._hints_left = _MAX_HINTS
+
+    def error(self, lora_id: object, names: Collection[str]) -> RowError:
+        """``names``: those that there are; the nearest one is proposed. None at all: no adapters are configured."""
+        if not names:
+            return RowError("unknown_adapter", "no adapters are named: give --adapters or --lora-modules")
+        hint = ""
+        if (
+            isinstance(lora_id, str)
+            and self._hints_left
+            and len(names) <= _MAX_HINT_NAMES
+            and len(lora_id) <= _MAX_HINT_LENGTH
+        ):
+            self._hints_left -= 1
+            near = difflib.get_close_matches(lora_id, sorted(names), n=1, cutoff=0.7)
+            hint = f"; did you mean {shown_name(near[0])}?" if near else ""
+        return RowError("unknown_adapter", f"the registry has no adapter {shown_name(lora_id)}{hint}")
+
+
+def shown_name(lora_id: object) -> str:
+    """In quotes, cut where it is long."""
+    text = repr(lora_id)
+    return text if len(text) <= 100 else text[:97] + "..."

@@ -7,7 +7,6 @@ that are there; it is never made into a path.
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,13 +16,11 @@ from punica_batch.adapters.peft import CONFIG_NAME, WEIGHTS_NAME
 from punica_batch.adapters.registry_file import read_registry_file
 from punica_batch.adapters.store import Folder, connect, is_remote, join
 from punica_batch.config import JobConfig
-from punica_batch.errors import AdapterError, RowError
+from punica_batch.errors import AdapterError, RowError, UnknownAdapters, shown_name
 from punica_batch.types import AdapterSpec
 from punica_batch.urls import redact
 
 _MAX_NAME = 1024
-# Looking for the nearest name takes its time: a thousand wrong names need not have one each.
-_MAX_HINTS, _MAX_HINT_NAMES, _MAX_HINT_LENGTH = 20, 10_000, 100
 
 
 class Registry:
@@ -38,7 +35,7 @@ class Registry:
         self._specs = dict(specs)
         self._folder = folder
         self._options = dict(storage_options or {})
-        self._hints_left = _MAX_HINTS
+        self._unknown_names = UnknownAdapters()
         self._listed: dict[str, bool] | None = None  # name → whether it is a symlink
 
     @classmethod
@@ -77,28 +74,18 @@ class Registry:
         if spec is not None:
             return spec
         if not _is_name(lora_id) or lora_id not in self._list():
-            raise RowError("unknown_adapter", self._unknown(lora_id))
+            raise self._unknown(lora_id)
         if self._leaves(lora_id):
-            raise RowError("unknown_adapter", f"adapter {_shown(lora_id)} is a symlink that leaves the registry")
+            raise RowError("unknown_adapter", f"adapter {shown_name(lora_id)} is a symlink that leaves the registry")
         assert self._folder is not None
         spec = self._specs[lora_id] = AdapterSpec(lora_id, join(self._folder, lora_id))
         return spec
 
-    def _unknown(self, lora_id: object) -> str:
-        if self._folder is None and not self._specs:
-            return "no adapters are named: give --adapters or --lora-modules"
-        hint = ""
+    def _unknown(self, lora_id: object) -> RowError:
         names = self._specs.keys() | self._list().keys()
-        if (
-            isinstance(lora_id, str)
-            and self._hints_left
-            and len(names) <= _MAX_HINT_NAMES
-            and len(lora_id) <= _MAX_HINT_LENGTH
-        ):
-            self._hints_left -= 1
-            near = difflib.get_close_matches(lora_id, sorted(names), n=1, cutoff=0.7)
-            hint = f"; did you mean {_shown(near[0])}?" if near else ""
-        return f"the registry has no adapter {_shown(lora_id)}{hint}"
+        if self._folder is not None and not names:
+            return RowError("unknown_adapter", f"the registry {redact(self._folder)} holds no adapters")
+        return self._unknown_names.error(lora_id, names)
 
     def _list(self) -> dict[str, bool]:
         if self._listed is None:
@@ -143,8 +130,3 @@ def _is_name(lora_id: object) -> bool:
         and not lora_id.startswith(".")
         and not any(c in lora_id for c in "/\\\0")
     )
-
-
-def _shown(lora_id: object) -> str:
-    text = repr(lora_id)
-    return text if len(text) <= 100 else text[:97] + "..."

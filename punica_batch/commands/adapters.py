@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from punica_batch.commands.options import Json, Verbose, given, takes_job_flags
+from punica_batch.commands.options import FOLDER_CONFIG, Json, Verbose, given, takes_job_flags
 
 if TYPE_CHECKING:
     from punica_batch.config import JobConfig
@@ -19,7 +19,7 @@ _FIELDS = ("adapters", "lora_modules", "model", "revision", "max_lora_rank", "st
 
 
 @app.command("ls")
-@takes_job_flags(_FIELDS)
+@takes_job_flags(_FIELDS, config_help=FOLDER_CONFIG)
 def ls(names: Names = None, json: Json = False, verbose: Verbose = False, **job: Any) -> int:
     """List the adapters: ranks, targets, size, digest, and what is wrong with them. Exit 4 for a NAME that is none."""
     reports = _report(_config(job), names, contents=False)
@@ -28,7 +28,7 @@ def ls(names: Names = None, json: Json = False, verbose: Verbose = False, **job:
 
 
 @app.command("check")
-@takes_job_flags(_FIELDS)
+@takes_job_flags(_FIELDS, config_help=FOLDER_CONFIG)
 def check(names: Names = None, json: Json = False, verbose: Verbose = False, **job: Any) -> int:
     """Fit every adapter into the model, when one is named, and read its numbers. Exit 4 if one has a problem."""
     reports = _report(_config(job), names, contents=True)
@@ -42,7 +42,10 @@ def _config(job: dict[str, Any]) -> JobConfig:
 
     config = load_config((), given(job), config=job.get("config"))
     if config.adapters is None and not config.lora_modules:
-        raise UsageError("no adapters are named: give --adapters FOLDER or --lora-modules NAME=PATH")
+        raise UsageError(
+            "no adapters are named: give --adapters FOLDER or --lora-modules NAME=PATH, --config FILE with `adapters` "
+            "in it, or PUNICA_BATCH_ADAPTERS"
+        )
     return config
 
 

@@ -19,6 +19,7 @@ from punica_batch.ui.checks import Check
 from punica_batch.ui.format import plural, size
 
 if TYPE_CHECKING:
+    from punica_batch.config import JobConfig
     from punica_batch.workers.devices import Gpu
 
 MIN_FREE_DISK = 1 << 30
@@ -33,9 +34,10 @@ _TOOLKIT = "install the CUDA toolkit of torch's CUDA version, then: export CUDA_
 Facts = dict[str, Any]
 
 
-def examine() -> list[Check]:
-    """All checks in the order in which they matter; those of GPUs where there is one."""
-    driver, gpus = check_driver()
+def examine(config: JobConfig) -> list[Check]:
+    """All checks in the order in which they matter; those of the GPUs that ``config`` would use. Raises ``UsageError``
+    for device options that fit no machine."""
+    driver, gpus = check_driver(config)
     torch, facts = check_torch(gpus)
     checks = [check_python(), driver, *map(check_gpu, gpus), torch]
     if gpus:
@@ -51,15 +53,29 @@ def check_python() -> Check:
     return Check("python", "ok", f"{version} ({sys.executable})")
 
 
-def check_driver() -> tuple[Check, list[Gpu]]:
-    """The NVIDIA driver, and the GPUs that a run would use."""
-    from punica_batch.workers.devices import driver_version, list_gpus, visible_gpus
+def check_driver(config: JobConfig) -> tuple[Check, list[Gpu]]:
+    """The NVIDIA driver, and the GPUs that a run would use. What ``config`` asks for and is not there is missing."""
+    from punica_batch.workers.devices import (
+        asked_gpus,
+        check_device_options,
+        choose_gpus,
+        driver_version,
+        list_gpus,
+        visible_gpus,
+    )
 
+    check_device_options(config)
+    if config.device == "cpu":
+        return Check("driver", "absent", "not looked at: --device cpu"), []
+    asked = asked_gpus(config)
     try:
         gpus = list_gpus()
         version = driver_version() if gpus else ""
     except JobError as error:
         return Check("driver", "missing", str(error), "nvidia-smi (says why; reload or reinstall the driver)"), []
+    if not gpus and asked:
+        mend = f"install NVIDIA's driver (nvidia-smi must list the GPU), or leave {asked} out"
+        return Check("driver", "missing", f"no NVIDIA device, but {asked} asks for one", mend), []
     if not gpus:
         return Check("driver", "absent", "no NVIDIA device: jobs run on the CPU"), []
     try:
@@ -68,9 +84,14 @@ def check_driver() -> tuple[Check, list[Gpu]]:
         mend = "export CUDA_VISIBLE_DEVICES=0 (whole GPUs, each once; nvidia-smi -i 0 -mig 0 ends slices)"
         return Check("driver", "missing", f"{version}; {error}", mend), []
     if not visible:
-        found = f"{version}; CUDA_VISIBLE_DEVICES hides {plural(len(gpus), 'GPU')}: jobs run on the CPU"
-        return Check("driver", "warning", found, "unset CUDA_VISIBLE_DEVICES"), []
-    return Check("driver", "ok", f"{version}, {plural(len(visible), 'GPU')}"), visible
+        found = f"{version}; CUDA_VISIBLE_DEVICES hides {plural(len(gpus), 'GPU')}: "
+        found += f"{asked} finds none" if asked else "jobs run on the CPU"
+        return Check("driver", "missing" if asked else "warning", found, "unset CUDA_VISIBLE_DEVICES"), []
+    try:
+        chosen = choose_gpus(visible, config.gpus)
+    except UsageError as error:
+        return Check("driver", "missing", f"{version}; {error}", "name fewer with --gpus, or leave it out"), []
+    return Check("driver", "ok", f"{version}, {plural(len(visible), 'GPU')}"), chosen
 
 
 def check_gpu(gpu: Gpu) -> Check:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -110,25 +110,35 @@ Verbose = Annotated[
 _NO = "no_"
 _CAN_BE_DENIED = ("apply_chat_template", "ignore_eos")
 
-_CONFIG_HELP = "Job file. Default: punica-batch.toml beside the input, else in the current folder."
-_NAMED_CONFIG_HELP = "Job file. Default: none; a punica-batch.toml that is only there is not read."
+# What ``--help`` says of ``--config``: of a command with an input, without one, and that reads no file unless told.
+INPUT_CONFIG = "Job file. Default: punica-batch.toml beside the input, else in the current folder."
+FOLDER_CONFIG = "Job file. Default: punica-batch.toml in the current folder."
+NAMED_CONFIG = "Job file. Default: none; a punica-batch.toml that is only there is not read."
 
 
 def takes_job_flags(
-    fields: Iterable[str] | None = None, *, search: bool = True
+    fields: Iterable[str] | None = None,
+    *,
+    config_help: str = INPUT_CONFIG,
+    texts: Mapping[str, str] | None = None,
 ) -> Callable[[Callable[..., int]], Callable[..., int]]:
     """Gives a command the job's flags (those of ``fields``, else all) and ``--config``.
 
-    ``search``: what the command calls ``load_config`` with, which ``--help`` tells of ``--config``. The command's
-    function declares its own parameters and ends with ``**job``, which receives what ``given`` reads.
+    ``texts``: help by field, where a flag means something of its own here. The command's function declares its own
+    parameters and ends with ``**job``, which receives what ``given`` reads.
     """
-    chosen = [flag for flag in FLAGS if fields is None or flag.field in set(fields)]
+    own_texts = texts or {}
+    chosen = [
+        replace(flag, help=own_texts.get(flag.field, flag.help))
+        for flag in FLAGS
+        if fields is None or flag.field in set(fields)
+    ]
 
     def decorate(function: Callable[..., int]) -> Callable[..., int]:
         signature = inspect.signature(function, eval_str=True)
         own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
         added = [
-            _parameter("config", _config_option(search)),
+            _parameter("config", _config_option(config_help)),
             *(_parameter(flag.field, _annotation(flag)) for flag in chosen),
         ]
         added += [_parameter(_NO + flag.field, _negation(flag)) for flag in chosen if flag.field in _CAN_BE_DENIED]
@@ -170,8 +180,7 @@ def given(job: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _config_option(search: bool) -> Any:
-    text = _CONFIG_HELP if search else _NAMED_CONFIG_HELP
+def _config_option(text: str) -> Any:
     return Annotated[str | None, typer.Option("--config", help=text, metavar="FILE", rich_help_panel=JOB)]
 
 

@@ -13,7 +13,8 @@ Exact = Annotated[bool, typer.Option("--exact", help="Tokenize every row, not a 
 
 @takes_job_flags()
 def plan(inputs: Inputs = None, exact: Exact = False, json: Json = False, verbose: Verbose = False, **job: Any) -> int:
-    """Say what `run` would do: rows, tokens, adapters, placement, memory. Loads no weights."""
+    """Say what `run` would do: rows, tokens, adapters, placement, memory. Loads no weights. Exit 0 also where it says
+    that `run` would stop: it goes by a sample of the rows, `validate` by all of them (exit 4)."""
     config = load_job(inputs, job)
 
     from punica_batch.planning.overview import make_plan

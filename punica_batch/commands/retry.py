@@ -6,20 +6,32 @@ from typing import Annotated, Any
 
 import typer
 
-from punica_batch.commands.options import Json, Quiet, Verbose, given, takes_job_flags
+from punica_batch.commands.options import NAMED_CONFIG, Json, Quiet, Verbose, given, takes_job_flags
 
 Output = Annotated[str, typer.Argument(help="The output of an earlier run.", metavar="OUTPUT")]
-# What binds a job cannot change; what it ran on, and where its adapters are, can.
+# What binds a job cannot change; what it ran on, and where its model and adapters are, can.
 _FIELDS = (
-    "adapters", "lora_modules", "storage_options", "work_dir", "max_errors", "on_error", "grace", "max_runtime",
-    "shard", "device", "gpus", "workers", "pack", "gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens",
-    "max_loras", "max_lora_rank", "block_size",
+    "model", "revision", "tokenizer", "adapters", "lora_modules", "storage_options", "work_dir", "max_errors",
+    "on_error", "grace", "max_runtime", "shard", "device", "gpus", "workers", "pack", "gpu_memory_utilization",
+    "max_num_seqs", "max_num_batched_tokens", "max_loras", "max_lora_rank", "block_size",
 )  # fmt: skip
 
 
-@takes_job_flags(_FIELDS, search=False)
+_HELP = {
+    "model": "Where the same model lies now. Default: as in the run.",
+    "revision": "Revision of a hub model. Default: as in the run.",
+    "tokenizer": "Where the same tokenizer lies now. Default: as in the run.",
+    "adapters": "Registry in place of the run's; --lora-modules adds to that one. Default: the run's.",
+    "lora_modules": "One more adapter, or a repaired one's path; repeat for several.",
+    "max_errors": "Of an unfinished output: stop when more rows than this fail in all. Default: 5%.",
+    "on_error": "record a row that fails again and go on, or raise. Default: record.",
+}
+
+
+@takes_job_flags(_FIELDS, config_help=NAMED_CONFIG, texts=_HELP)
 def retry(output: Output, json: Json = False, quiet: Quiet = False, verbose: Verbose = False, **job: Any) -> int:
-    """Run the error rows of OUTPUT again, with repaired adapters if need be. All other rows stay as they are."""
+    """Run the error rows of OUTPUT again, with repaired adapters if need be. All other rows stay as they are. The
+    input must be as it was."""
     from punica_batch.planning.retry import retry_config
 
     config = retry_config(output, given(job), config=job.get("config"))
@@ -37,5 +49,5 @@ def retry(output: Output, json: Json = False, quiet: Quiet = False, verbose: Ver
     if json:
         emit_json(summary.as_dict())
     else:
-        emit(render(summary_view(summary)))
+        emit(render(summary_view(summary, is_retry=True)))
     return summary.exit_code

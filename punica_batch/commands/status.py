@@ -6,12 +6,12 @@ from typing import Annotated, Any
 
 import typer
 
-from punica_batch.commands.options import Json, Verbose, given, takes_job_flags
+from punica_batch.commands.options import NAMED_CONFIG, Json, Verbose, given, takes_job_flags
 
 Output = Annotated[str, typer.Argument(help="The output of a run, finished or not.", metavar="OUTPUT")]
 
 
-@takes_job_flags(("work_dir", "storage_options"), search=False)
+@takes_job_flags(("work_dir", "storage_options"), config_help=NAMED_CONFIG)
 def status(output: Output, json: Json = False, verbose: Verbose = False, **job: Any) -> int:
     """Say how far OUTPUT is: rows done, errors, whether a run is at work on it. Takes no lock, changes nothing."""
     from punica_batch.config_sources import load_config

@@ -55,10 +55,10 @@ def find_work_columns(
     if has_prompt and has_messages and not config.prompt_template:
         chosen = explicit & {"prompt_column", "messages_column"}
         if len(chosen) != 1:
-            raise InputError(
-                f"{where} has both {config.prompt_column!r} and {config.messages_column!r}: "
-                "say which to use with --prompt-column or --messages-column"
-            )
+            both = f"{where} has both {config.prompt_column!r} and {config.messages_column!r}"
+            if chosen:
+                raise InputError(f"{both}: give only one of --prompt-column and --messages-column")
+            raise InputError(f"{both}: say which to use with --prompt-column or --messages-column")
         has_prompt, has_messages = "prompt_column" in chosen, "messages_column" in chosen
     is_messages = has_messages and not has_prompt and not config.prompt_template
     if is_messages:

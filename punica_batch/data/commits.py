@@ -127,7 +127,7 @@ def _in_order(infos: list[PartInfo]) -> list[PartInfo]:
     for info in infos:
         if parts and info.index not in parts and info.index != next(reversed(parts)) + 1:
             raise BindingError(
-                f"the commits skip from {next(reversed(parts))} to {info.index}: start over with --overwrite"
+                f"the commits skip from {next(reversed(parts))} to {info.index}: start over with `run --overwrite`"
             )
         parts[info.index] = info
     return list(parts.values())
@@ -160,7 +160,7 @@ class ObjectCommits:
         values = [parse_line(line or b"") for line in lines]
         bad = next((name for name, value in zip(names, values, strict=True) if not isinstance(value, dict)), None)
         if bad is not None:
-            raise BindingError(f"{self._store.shown(self._folder)}/{bad} is damaged: start over with --overwrite")
+            raise BindingError(f"{self._store.shown(self._folder)}/{bad} is damaged: start over with `run --overwrite`")
         return _in_order(
             sorted((PartInfo(**value) for value in values if isinstance(value, dict)), key=lambda i: i.index)
         )

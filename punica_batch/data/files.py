@@ -99,7 +99,7 @@ class InputFile:
         if now is None or now != self.state:
             raise JobError(
                 f"input {self.name} changed while the job ran: bring the old file back and run the same command again, "
-                "or start over with --overwrite"
+                "or start over with `run --overwrite`"
             )
 
     def identity(self, footer: bytes, rows: int) -> FileIdentity:

@@ -81,7 +81,9 @@ def read_success(layout: Layout) -> Success | None:
     try:
         return Success(**json.loads(data))
     except (ValueError, TypeError) as error:
-        raise BindingError(f"{layout.store.shown(layout.success)} is damaged: start over with --overwrite") from error
+        raise BindingError(
+            f"{layout.store.shown(layout.success)} is damaged: start over with `run --overwrite`"
+        ) from error
 
 
 def write_success(layout: Layout, infos: list[PartInfo]) -> Success:
@@ -151,7 +153,7 @@ def _opened(store: Store, name: str) -> Iterator[pq.ParquetFile]:
             yield parquet
     except (pa.ArrowException, OSError) as error:
         reason = (str(error).splitlines() or [""])[0][:200]
-        raise JobError(f"{store.shown(name)} is damaged ({reason}): start over with --overwrite") from error
+        raise JobError(f"{store.shown(name)} is damaged ({reason}): start over with `run --overwrite`") from error
 
 
 def mark_complete(layout: Layout) -> None:

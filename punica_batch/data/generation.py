@@ -16,10 +16,13 @@ from punica_batch.data.store import Store
 from punica_batch.errors import BindingError
 
 _DEPTH = 4  # of folders looked into: links may lead round in circles
+# What to do when a plan does not fit: ``run`` has more ways out than ``retry``.
+_RUN_ADVICE = "Give the old values, another -o, or start over with --overwrite"
+_RETRY_ADVICE = "A retry needs them as they were: bring them back, or start over with `run --overwrite`"
 _PART_NAME = re.compile(r"part-\d{5,}\.parquet")
 
 
-def choose_generation(base: Layout, plan: Plan, *, overwrite: bool) -> tuple[Layout, Plan]:
+def choose_generation(base: Layout, plan: Plan, *, overwrite: bool, is_retry: bool = False) -> tuple[Layout, Plan]:
     """The generation to work in and its plan, written if it is new. Only under ``OutputLock.whole``.
 
     A switch that was interrupted is completed first; when it was this plan's, that is the end of it. ``next/`` goes on
@@ -56,7 +59,7 @@ def choose_generation(base: Layout, plan: Plan, *, overwrite: bool) -> tuple[Lay
     if changes:
         raise BindingError(
             f"{base.shown} was begun with something else: {'; '.join(changes[:5])}. "
-            "Give the old values, another -o, or start over with --overwrite"
+            f"{_RETRY_ADVICE if is_retry else _RUN_ADVICE}"
         )
     return base, current
 

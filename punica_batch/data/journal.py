@@ -172,7 +172,7 @@ class Journal:
             batch = pa.ipc.read_record_batch(pa.py_buffer(payload), self._schema)
             batch.validate()
         except (pa.ArrowInvalid, OSError) as error:
-            raise JobError(f"{path} has other columns than this job's: start over with --overwrite") from error
+            raise JobError(f"{path} has other columns than this job's: start over with `run --overwrite`") from error
         return batch
 
     def rows(self, start: int, stop: int) -> pa.Table:

@@ -63,7 +63,7 @@ class AdapterLedger:
                 if known.get(name, digest) != digest and not rebind:
                     raise BindingError(
                         f"adapter {name!r} (its files or its registry settings) was {known[name][:12]}… when its first "
-                        f"rows ran, is {digest[:12]}…: bring the old ones back, or start over with --overwrite"
+                        f"rows ran, is {digest[:12]}…: bring the old ones back, or start over with `run --overwrite`"
                     )
             for name, digest in digests.items():
                 if known.get(name) != digest:

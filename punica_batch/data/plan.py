@@ -68,11 +68,11 @@ class Plan:
             if values["format"] != FORMAT:
                 raise BindingError(
                     f"{where} has format {values['format']}, this version writes {FORMAT}: "
-                    "go on with the version that wrote it, or start over with --overwrite"
+                    "go on with the version that wrote it, or start over with `run --overwrite`"
                 )
             return cls(**values)
         except (ValueError, KeyError, TypeError) as error:
-            raise BindingError(f"{where} is damaged: start over with --overwrite") from error
+            raise BindingError(f"{where} is damaged: start over with `run --overwrite`") from error
 
     def shard_parts(self, index: int) -> range:
         """The parts of shard ``index`` (from 0)."""
@@ -117,7 +117,7 @@ def _folder_or_name(name: str | None) -> str | None:
 
 
 def _change(key: str, old: Any, new: Any) -> str:
-    shown = [json.dumps(value, ensure_ascii=False) for value in (old, new)]
+    shown = ["not given" if value is None else json.dumps(value, ensure_ascii=False) for value in (old, new)]
     name = _NAMES.get(key) or (flag_name(key) if key in BINDING_FIELDS else key)
     if max(map(len, shown)) > _SHOWN_CHARACTERS or "template" in key:
         return f"{name} has changed"

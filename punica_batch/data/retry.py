@@ -6,7 +6,8 @@
     retry.journal.append(results); retry.journal.maybe_sync()
     retry.apply()                  each part with retried rows is replaced by one rename or put; _SUCCESS is renewed
 
-The retry has a journal of its own, so it can be interrupted and continued. A finished output is retried whole; of an
+The retry has a journal of its own, so it can be interrupted and continued; with ``--on-error raise`` the row that
+stopped it runs anew. A finished output is retried whole; of an
 unfinished one only this shard's committed parts are (its other error rows run with the rest, see ``forget_errors``).
 """
 
@@ -47,7 +48,7 @@ class Retry:
             (self._layout.parts + info.name, [info]) for info in self._infos
         ]  # fmt: skip
         self.journal = Journal(self._folder, state.result_schema)
-        self.journal.recover()
+        self.journal.recover(forget_errors=state.config.on_error == "raise")
 
     @property
     def error_rows(self) -> NDArray[np.int64]:

@@ -87,12 +87,20 @@ class JobState:
         self._check_parts()
 
     @classmethod
-    def open(cls, config: JobConfig, binding: JsonDict, *, source: Source, forget_errors: bool = False) -> JobState:
+    def open(
+        cls,
+        config: JobConfig,
+        binding: JsonDict,
+        *,
+        source: Source,
+        forget_errors: bool = False,
+        is_retry: bool = False,
+    ) -> JobState:
         """Take the output's lock and open its state, or begin it.
 
         ``binding``: digests of model, tokenizer, templates and whatever else decides the result; the config's own
         values and the input files are added here. ``forget_errors``: rows journalled as errors but not yet in a part
-        run again (for ``retry``).
+        run again (for ``retry``). ``is_retry``: which command to advise where the output is of something else.
 
         Raises:
             OutputLocked: another run holds the output.
@@ -106,7 +114,7 @@ class JobState:
         lock = OutputLock(base, *config.shard_of)
         try:
             with lock.whole():
-                active, plan = choose_generation(base, plan, overwrite=config.overwrite)
+                active, plan = choose_generation(base, plan, overwrite=config.overwrite, is_retry=is_retry)
             return cls(config, source, base, active, plan, lock, forget_errors=forget_errors)
         except BaseException:
             lock.release()
@@ -124,7 +132,8 @@ class JobState:
         gone = next((name for name in names if name not in present), None)
         if gone is not None:
             raise BindingError(
-                f"{store.shown(folder + gone)} is gone, though finished: bring it back, or start over with --overwrite"
+                f"{store.shown(folder + gone)} is gone, though finished: bring it back, or start over with "
+                "`run --overwrite`"
             )
         # An interrupted retry may have replaced a part and not yet said so.
         if any(any(self.base.local.glob(pattern)) for pattern in ("retry", "*/retry")):
@@ -135,7 +144,7 @@ class JobState:
             if size != info.bytes:
                 raise BindingError(
                     f"{store.shown(folder + info.name)} has {size} bytes, not the {info.bytes} that were written: "
-                    "bring the old file back, or start over with --overwrite"
+                    "bring the old file back, or start over with `run --overwrite`"
                 )
 
     def reload_parts(self) -> None:

@@ -10,7 +10,7 @@ from punica_batch.engine.lora_store import LoraStore
 from punica_batch.engine.model_runner import ModelRunner, PendingStep
 from punica_batch.engine.rows import Endings, RowState
 from punica_batch.engine.settings import EngineSettings
-from punica_batch.errors import JobError, RowError
+from punica_batch.errors import JobError, RowError, UnknownAdapters
 from punica_batch.scheduler.batch import build_arrays
 from punica_batch.scheduler.scheduler import ScheduledBatch, Scheduler, SchedulerConfig
 from punica_batch.scheduler.sequence import Sequence
@@ -148,7 +148,7 @@ class Engine:
         if lora_id is None:
             return None
         if lora_id not in self.settings.adapters:
-            return RowError("unknown_adapter", f"adapter {lora_id!r} is not in the registry")
+            return UnknownAdapters().error(lora_id, self.settings.adapters.keys())
         return self.lora_store.failures.get(lora_id)
 
     def _fail_rows_of(self, lora_ids: list[str]) -> None:

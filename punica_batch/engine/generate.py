@@ -59,14 +59,17 @@ class Engine:
             )
         )  # fmt: skip
         self._engine = build_engine(settings)
+        self._is_closed = False
 
     def generate(self, rows: Any) -> Any:
         """``rows`` (a pyarrow Table or polars DataFrame) with the output columns of the run command, in its order.
 
         Row i is row number i of the random streams, as in a file. A bad row gets its ``error``; with
         ``on_error="raise"`` it raises ``JobError``. Raises ``InputError`` for columns that are missing, mistyped or
-        would be hidden, ``UsageError`` for another kind of table.
+        would be hidden, ``UsageError`` for another kind of table and for an engine that is closed.
         """
+        if self._is_closed:
+            raise UsageError("the Engine is closed: call generate inside its `with` block, or make another")
         table = _to_arrow(rows)
         config = self._config
         schema = output_schema(table.schema, config)
@@ -82,7 +85,8 @@ class Engine:
         return _to_polars(output) if _is_polars(rows) else output
 
     def close(self) -> None:
-        """Ends the threads that load adapters."""
+        """Ends the threads that load adapters; no table can be run after it."""
+        self._is_closed = True
         self._engine.close()
 
     def __enter__(self) -> Engine:

@@ -6,14 +6,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
 from punica_batch.data.journal import Journal
-from punica_batch.errors import JobError
+from punica_batch.errors import JobError, ended
 from punica_batch.types import Request, RowResult
 
 
 class Collector:
     """``bind`` records an adapter's digest before the first row that it answered is journalled; ``commit`` writes at
     most one part that is ready. ``max_errors``: rows that may fail, those of earlier runs (``errors_before``)
-    included; None: any number. ``allowance`` says in words how many that is and why."""
+    included; None: any number. ``allowance`` says in words how many that is and why; ``advice`` what to do when more
+    have failed."""
 
     def __init__(
         self,
@@ -24,6 +25,7 @@ class Collector:
         errors_before: int,
         max_errors: int | None,
         allowance: str,
+        advice: str,
     ) -> None:
         self._journal = journal
         self._bind = bind
@@ -31,6 +33,7 @@ class Collector:
         self._errors_before = errors_before
         self._max_errors = max_errors
         self._allowance = allowance
+        self._advice = advice
         self._digests: dict[str, str] = {}
         self.rows = 0
         self.errors: Counter[str] = Counter()
@@ -71,8 +74,8 @@ class Collector:
         self._journal.sync()
         rows = "1 row has" if failed == 1 else f"{failed:,} rows have"
         raise JobError(
-            f"{rows} failed, {self._allowance}; row {last.row}: {last.error}. "
-            "What is done is kept: mend the cause or allow more, then run the same command again"
+            f"{rows} failed, {self._allowance}; row {last.row}: {ended(str(last.error))} "
+            f"What is done is kept: {self._advice}"
         )
 
     def tick(self) -> None:

@@ -69,6 +69,11 @@ class Loop:
         """Rows that this loop finished."""
         return self._collector.rows
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What was noted before the first row: of its adapters and options."""
+        return self._setup.found.warnings
+
     def run(self) -> None:
         """Returns when all rows are journalled. Raises ``Interrupted`` when told to stop, and what workers, stores
         and the collector raise; all that had finished is journalled then, too."""

@@ -13,6 +13,7 @@ from punica_batch.config import JobConfig
 from punica_batch.data.retry import Retry
 from punica_batch.data.rowset import RowSet
 from punica_batch.data.state import JobState
+from punica_batch.errors import InputError, ended
 from punica_batch.job.collector import Collector
 from punica_batch.job.loop import Loop, Scope
 from punica_batch.job.runner import finish_output, finish_run
@@ -33,18 +34,32 @@ def retry_job(config: JobConfig, progress: Progress | None = None) -> JobSummary
     progress = progress or NoProgress()
     began = time.monotonic()
     with StopRequest(config.max_runtime) as stop:
-        job = open_job(config)
+        job = _open(config)
         devices = find_devices(config, progress.note)
-        with JobState.open(config, binding(job, devices), source=job.source, forget_errors=True) as state:
+        bound = binding(job, devices)
+        with JobState.open(config, bound, source=job.source, forget_errors=True, is_retry=True) as state:
             retry = Retry(state)
             loops = []
             rows = retry.rows  # reads the output: once
             if len(rows):
                 loops.append(_rerun(job, devices, state, retry, rows, progress, stop, began))
-            retry.apply()
+            applied = retry.apply()
             if not state.is_finished:
                 loops += finish_run(job, devices, state, progress, stop, began, rebind=True)
-            return finish_output(state, loops, progress, began)
+            summary = finish_output(job, state, loops, progress, began)
+            # Rows that an interrupted retry had run were put in their places now.
+            return replace(summary, already_complete=summary.already_complete and not applied)
+
+
+def _open(config: JobConfig) -> OpenedJob:
+    """The output's job. What its input lacks now, no option of a retry can say otherwise."""
+    try:
+        return open_job(config)
+    except InputError as error:
+        raise InputError(
+            f"{ended(str(error))} A retry needs the input as it was, where it was: bring it back, or start over with "
+            "`run --overwrite`"
+        ) from error
 
 
 def _rerun(
@@ -73,6 +88,7 @@ def _rerun(
         errors_before=0,
         max_errors=0 if job.config.on_error == "raise" else None,
         allowance=allowance(tolerant, last - start),
+        advice="mend the cause, then run the same command again, which tries that row anew",
     )
     scope = Scope(start, last, done, total=len(rows), before=0, began=began, parts=lambda: (0, 0))
     loop = Loop(job.config, job.source, setup, scope, collector, progress, stop)

@@ -15,7 +15,8 @@ from punica_batch.job.loop import Loop, Scope
 from punica_batch.job.setup import binder, binding, check_bound_adapters, prepare
 from punica_batch.job.stop import StopRequest
 from punica_batch.planning.opened import OpenedJob, open_job
-from punica_batch.planning.preflight import allowance, allowed_failures
+from punica_batch.planning.preflight import allowance, allowed_failures, column_warnings
+from punica_batch.planning.retry import retry_command
 from punica_batch.progress import JobSummary, NoProgress, Progress, Snapshot
 from punica_batch.workers.devices import Device, find_devices
 
@@ -45,7 +46,7 @@ def run_job(config: JobConfig, progress: Progress | None = None) -> JobSummary:
             if not state.is_finished:
                 devices = devices or find_devices(config, progress.note)
                 loops = finish_run(job, devices, state, progress, stop, began)
-            return finish_output(state, loops, progress, began)
+            return finish_output(job, state, loops, progress, began)
 
 
 def finish_run(
@@ -76,6 +77,7 @@ def finish_run(
         errors_before=state.error_rows,
         max_errors=allowed_failures(config, last - first),
         allowance=allowance(config, last - first),
+        advice=_advice(config, state),
     )
     scope = Scope(
         start=first,
@@ -93,7 +95,9 @@ def finish_run(
     return [loop]
 
 
-def finish_output(state: JobState, loops: Sequence[Loop], progress: Progress, began: float) -> JobSummary:
+def finish_output(
+    job: OpenedJob, state: JobState, loops: Sequence[Loop], progress: Progress, began: float
+) -> JobSummary:
     """Completes the output if this was the last of its shards, shows the end, and says how it was. ``loops``: what
     this run did; none if nothing was left to do."""
     # None: other shards of the output are still at work; the counts are this shard's.
@@ -115,7 +119,26 @@ def finish_output(state: JobState, loops: Sequence[Loop], progress: Progress, be
         tokens_per_s=run.tokens_per_s,
         rows_run=sum(loop.rows for loop in loops),
         already_complete=not loops,
-        warnings=(*_shard_warnings(state), *_length_warnings(success)),
+        warnings=tuple(
+            dict.fromkeys(
+                [
+                    *column_warnings(job),
+                    *(line for loop in loops for line in loop.warnings),
+                    *_shard_warnings(state),
+                    *_length_warnings(success),
+                ]
+            )
+        ),
+    )
+
+
+def _advice(config: JobConfig, state: JobState) -> str:
+    """What goes on after a stop for too many errors, and what does not: failed rows are journalled as such."""
+    if config.on_error == "raise":
+        return "mend the cause, then run the same command again, which tries that row anew"
+    return (
+        f"rows that failed stay so. Mend the adapters, and `{retry_command(config, state.base.shown)}` runs them and "
+        "the rest; or run again with a higher --max-errors; a changed input needs `run --overwrite`"
     )
 
 

@@ -39,6 +39,7 @@ class OpenedJob:
             adapters=specs,
             adapter_errors=adapter_errors,
             is_messages=None if self.source.kind == "openai" else self.source.is_messages,
+            may_grow=self.max_model_len < self.model.max_position_embeddings,
         )
 
 

@@ -15,7 +15,7 @@ from punica_batch.adapters.check import AdapterReport, check_adapters
 from punica_batch.adapters.registry import Registry
 from punica_batch.config import JobConfig
 from punica_batch.data.source import Source
-from punica_batch.errors import RowError, ValidationError
+from punica_batch.errors import RowError, ValidationError, ended
 from punica_batch.models.config import ModelConfig
 from punica_batch.planning.adapters import rank_problem
 from punica_batch.planning.opened import OpenedJob
@@ -82,22 +82,26 @@ def preflight(job: OpenedJob, start: int, stop: int) -> Preflight:
         reports=reports,
         errors=errors,
         failing_rows=sum(use.rows[name] for name in errors),
-        warnings=(*_job_warnings(job, good), *_warnings(reports)),
+        warnings=(*column_warnings(job), *_frame_warnings(job, good), *_warnings(reports)),
     )
 
 
-def _job_warnings(job: OpenedJob, named: Mapping[str, AdapterSpec]) -> list[str]:
-    """What is likely to be meant otherwise. ``named``: the good adapters that rows name."""
+def column_warnings(job: OpenedJob) -> list[str]:
+    """Of adapters that no row can name. Costs nothing: a finished output is told of it again."""
     config, names = job.config, job.source.schema.names
-    found = []
     has_adapters = config.adapters is not None or bool(config.lora_modules)
-    if has_adapters and job.source.kind == "parquet" and config.lora_column not in names:
-        near = difflib.get_close_matches(config.lora_column, names, n=1, cutoff=0.7)
-        hint = f"; did you mean {near[0]!r} (--lora-column {near[0]})?" if near else "."
-        found.append(
-            f"adapters are configured, but the input has no column {config.lora_column!r}{hint} "
-            "All rows use the base model"
-        )
+    if not has_adapters or job.source.kind != "parquet" or config.lora_column in names:
+        return []
+    near = difflib.get_close_matches(config.lora_column, names, n=1, cutoff=0.7)
+    hint = f"; did you mean {near[0]!r} (--lora-column {near[0]})?" if near else ""
+    missing = ended(f"adapters are configured, but the input has no column {config.lora_column!r}{hint}")
+    return [f"{missing} All rows use the base model"]
+
+
+def _frame_warnings(job: OpenedJob, named: Mapping[str, AdapterSpec]) -> list[str]:
+    """What is likely to be meant otherwise. ``named``: the good adapters that rows name."""
+    config = job.config
+    found = []
     templated = [name for name, spec in named.items() if spec.prompt_template is not None]
     if templated and config.apply_chat_template and not job.source.is_messages:
         found.append(
@@ -130,8 +134,8 @@ def refuse_if_too_many(found: Preflight, config: JobConfig, rows: int) -> None:
     more = len(found.errors) - 1
     others = f" (and {more} more adapter{'s' if more > 1 else ''})" if more else ""
     raise ValidationError(
-        f"{found.failing_rows:,} of {rows:,} rows would fail, {allowance(config, rows)}: "
-        f"{found.errors[worst]}{others}; run `punica-batch validate` for the whole list"
+        f"{found.failing_rows:,} of {_rows(rows)} would fail, {allowance(config, rows)}: "
+        f"{ended(found.errors[worst] + others)} Run `punica-batch validate` for the whole list"
     )
 
 
@@ -144,8 +148,12 @@ def allowance(config: JobConfig, rows: int) -> str:
     """``allowed_failures`` in words, with the flag that it comes from: ``--max-errors 5% of 100 rows allows 5``."""
     if config.on_error == "raise":
         return "--on-error raise allows none"
-    of = f" {config.max_errors} of {rows:,} rows" if config.max_errors.endswith("%") else ""
+    of = f" {config.max_errors} of {_rows(rows)}" if config.max_errors.endswith("%") else ""
     return f"--max-errors{of} allows {config.error_limit(rows):,}"
+
+
+def _rows(number: int) -> str:
+    return f"{number:,} row{'' if number == 1 else 's'}"
 
 
 def count_adapters(

@@ -29,9 +29,10 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class ValidationReport:
-    """``rows`` checked, ``rows_failing`` of them; ``adapters``: distinct ones of the registry that rows name;
-    ``problems``: of adapters, each once; ``stops``: ``run`` would refuse or stop, since the failures exceed ``limit``
-    (``--max-errors``; ``allowance``: in words); ``option_columns``: input columns taken for options of their rows."""
+    """``rows`` checked, ``rows_failing`` of them; ``adapters``: distinct ones that rows name, missing and bad ones
+    among them; ``problems``: of these, each once; ``stops``: ``run`` would refuse or stop, since the failures exceed
+    ``limit`` (``--max-errors``; ``allowance``: in words); ``option_columns``: input columns taken for options of their
+    rows."""
 
     rows: int
     rows_failing: int
@@ -93,7 +94,7 @@ def validate_rows(config: JobConfig, progress: Progress) -> ValidationReport:
         rows_failing=tally.rows.total(),
         limit=allowed_failures(config, stop - start),
         allowance=allowance(config, stop - start),
-        adapters=len(found.reports),
+        adapters=len(found.use.names()),
         failures=tally.failures(),
         problems=tuple(found.errors[name] for name in sorted(found.errors)),
         warnings=found.warnings,

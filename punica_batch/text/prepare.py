@@ -137,7 +137,7 @@ class Preparer:
             return RowError("empty_prompt", "the prompt is empty; give it text")
         if len(text) > self._hopeless_chars and self._settings.overlong == "error":
             limit = self._settings.max_model_len
-            return RowError("prompt_too_long", f"the prompt's {len(text)} characters cannot fit {limit} tokens")
+            return self._too_long(f"the prompt's {len(text)} characters cannot fit max_model_len {limit}")
         if not text.isascii():
             try:
                 text.encode()
@@ -151,15 +151,15 @@ class Preparer:
             raise RowError("empty_prompt", "the prompt has no tokens; give it text")
         if len(ids) + 1 > limit:
             if self._settings.overlong == "error":
-                raise RowError(
-                    "prompt_too_long",
-                    f"{len(ids)} prompt tokens and one more do not fit max_model_len {limit}; shorten the prompt, "
-                    "raise --max-model-len or use --overlong truncate-left",
-                )
+                raise self._too_long(f"{len(ids)} prompt tokens and one more do not fit max_model_len {limit}")
             ids = self._truncate_left(ids, sampling.max_tokens)
         if len(ids) + sampling.max_tokens > limit:
             sampling = replace(sampling, max_tokens=limit - len(ids))
         return Request(first_row + row.index, ids, row.lora_id, sampling)
+
+    def _too_long(self, what: str) -> RowError:
+        grow = ", raise --max-model-len" if self._settings.may_grow else ""
+        return RowError("prompt_too_long", f"{what}; shorten the prompt{grow} or use --overlong truncate-left")
 
     def _truncate_left(self, ids: NDArray[np.int32], max_tokens: int) -> NDArray[np.int32]:
         """The last tokens, a leading BOS kept, such that ``max_tokens`` more fit (in at most half of the context).

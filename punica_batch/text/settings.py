@@ -20,7 +20,8 @@ class TextSettings:
     ``adapters`` are the registry's entries by ``lora_id``; ``adapter_errors`` those that were refused, with the
     ``code: sentence`` that their rows get. ``now`` is the date that templates see (None: when they are compiled).
     ``is_messages``: whether rows are read from the messages column or from the prompt column; a column of the other
-    name is then nothing special. None: whichever of the two a row has.
+    name is then nothing special. None: whichever of the two a row has. ``may_grow``: whether ``max_model_len`` could be
+    set higher.
     """
 
     model_folder: str
@@ -38,6 +39,7 @@ class TextSettings:
     adapters: Mapping[str, AdapterSpec] = field(default_factory=dict)
     adapter_errors: Mapping[str, str] = field(default_factory=dict)
     now: datetime | None = None
+    may_grow: bool = False
 
     @classmethod
     def from_config(
@@ -51,6 +53,7 @@ class TextSettings:
         adapter_errors: Mapping[str, str] | None = None,
         is_messages: bool | None = None,
         now: datetime | None = None,
+        may_grow: bool = False,
     ) -> TextSettings:
         """Folders are local. ``now`` is this moment unless given, so that one job's processes see one date.
 
@@ -73,4 +76,5 @@ class TextSettings:
             adapters=dict(adapters or {}),
             adapter_errors=dict(adapter_errors or {}),
             now=now or datetime.now(),
+            may_grow=may_grow,
         )

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
-from punica_batch.errors import InputError, PunicaError, RowError, UsageError
+from punica_batch.errors import InputError, PunicaError, RowError, UnknownAdapters, UsageError
 from punica_batch.text.chat import ChatTemplate, read_template
 from punica_batch.text.options import adapter_defaults
 from punica_batch.text.prompt_template import PromptTemplate
@@ -37,6 +37,7 @@ class Templates:
         self._now = settings.now or datetime.now()
         self._compiled: dict[str, ChatTemplate] = {}
         self._rules: dict[str, Rule | RowError] = {}
+        self._unknown = UnknownAdapters()
         self._base = self._make(None)
 
     def rule(self, lora_id: str | None) -> Rule:
@@ -59,7 +60,7 @@ class Templates:
             return RowError(code, sentence)
         spec = self._settings.adapters.get(lora_id)
         if spec is None:
-            return RowError("unknown_adapter", f"no adapter {lora_id[:100]!r} in the registry; list them: adapters ls")
+            return self._unknown.error(lora_id, self._settings.adapters.keys() | self._settings.adapter_errors.keys())
         try:
             return self._make(spec)
         except UsageError as error:

@@ -33,29 +33,29 @@ def plan_view(plan: Plan) -> RenderableType:
 def _facts(plan: Plan) -> dict[str, str]:
     tokens, adapters, placement = plan.tokens, plan.adapters, plan.placement
     about = "" if tokens.exact else "about "
-    basis = "all rows tokenized" if tokens.exact else f"from {count(tokens.sampled_rows)} rows; --exact reads all"
+    basis = "all rows tokenized" if tokens.exact else f"from {plural(tokens.sampled_rows, 'row')}; --exact reads all"
     files = plural(len(plan.inputs), "file")
     kinds = [f"{number} of rank {rank}" for rank, number in adapters.ranks.items()]
     kinds += [f"{len(adapters.problems)} missing or bad"] if adapters.problems else []
     facts = {
         "model": plan.model,
-        "input": f"{count(plan.rows)} rows of {files} ({size(sum(file.nbytes for file in plan.inputs))})",
+        "input": f"{plural(plan.rows, 'row')} of {files} ({size(sum(file.nbytes for file in plan.inputs))})",
         "prompt tokens": f"{about}{count(tokens.prompt_tokens)}, {tokens.mean_prompt_tokens:.0f} a row, "
         f"at most {count(tokens.max_prompt_tokens)} ({basis})",
-        "generated": f"{count(plan.samples)} answers, at most {count(tokens.max_generated_tokens)} tokens",
+        "generated": f"{plural(plan.samples, 'answer')}, at most {plural(tokens.max_generated_tokens, 'token')}",
         "adapters": f"{'' if adapters.exact else 'at least '}{count(adapters.count)}"
         + (f" ({', '.join(kinds)})" if kinds else "")
-        + (f", {count(adapters.base_rows)} rows for the base model" if adapters.base_rows else ""),
+        + (f", {plural(adapters.base_rows, 'row')} for the base model" if adapters.base_rows else ""),
         "workers": _workers(placement),
         "read ahead": f"at most {count(plan.window.max_rows)} rows ({size(plan.window.max_bytes)}), so that rows of "
         f"one adapter can run together: about {count(plan.window.mean_group_rows)} of each at a time",
         "output": f"{plan.parts.path} ({plural(plan.parts.count, 'part')} of "
-        f"{count(plan.parts.rows_per_part)} rows{', then one file' if plan.parts.single_file else ''})",
+        f"{plural(plan.parts.rows_per_part, 'row')}{', then one file' if plan.parts.single_file else ''})",
     }
     if plan.option_columns:
         facts["row options"] = f"from the columns {', '.join(plan.option_columns)}"
     if plan.errors.rows:
-        facts["would fail"] = f"{count(plan.errors.rows)} rows ({errors(plan.errors.by_code)})"
+        facts["would fail"] = f"{plural(plan.errors.rows, 'row')} ({errors(plan.errors.by_code)})"
     return facts
 
 

@@ -163,7 +163,7 @@ def _totals(s: Snapshot, width: int) -> Text:
     if s.parts_total:
         facts.append(f"parts {s.parts_done}/{s.parts_total}")
     if s.rows_before:
-        facts.append(f"{count(s.rows_before)} rows done before")
+        facts.append(f"{plural(s.rows_before, 'row')} done before")
     line = ""
     for fact in facts:
         joined = f"{line} · {fact}" if line else fact

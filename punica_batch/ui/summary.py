@@ -12,9 +12,12 @@ from punica_batch.progress import JobSummary
 from punica_batch.ui.format import count, duration, errors, plural, short
 
 
-def summary_view(summary: JobSummary) -> RenderableType:
+def summary_view(summary: JobSummary, *, is_retry: bool = False, retry_with: str | None = None) -> RenderableType:
+    """Of a ``run``, or ``is_retry``. ``retry_with``: the command to propose for error rows."""
     done = f"{count(summary.rows_done)} of {count(summary.rows)}"
-    if summary.already_complete and summary.rows:
+    if is_retry and summary.already_complete:
+        done += "; no error rows: nothing to retry"
+    elif summary.already_complete and summary.rows:
         done += ", complete before: left as it is"
     facts = {"output": summary.output, "rows": done}
     if summary.rows_error:
@@ -23,6 +26,8 @@ def summary_view(summary: JobSummary) -> RenderableType:
         facts["ended by"] = errors(summary.finish_reasons)
     if not summary.already_complete:
         facts |= _of_this_run(summary)
+    if summary.rows_error and retry_with is not None:
+        facts["retry"] = f"{retry_with} (runs the error rows again, with adapters as they are then)"
     warnings = [Text(f"warning: {line}", style="yellow") for line in summary.warnings]
     return Group(facts_view(facts), *warnings)
 

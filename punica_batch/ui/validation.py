@@ -25,16 +25,17 @@ def validation_view(report: ValidationReport) -> RenderableType:
             sentence = failure.example.partition(": ")[2]
             table.add_row(Text(failure.code, style="red"), count(failure.rows), numbers, Text(sentence))
         views.append(table)
-    shown = {failure.example for failure in report.failures}
-    problems = [line for line in report.problems if line not in shown]
-    views += [Text(f"problem: {line}", style="red") for line in problems[:PROBLEMS_SHOWN]]
-    if len(problems) > PROBLEMS_SHOWN:
-        views.append(Text(f"… and {count(len(problems) - PROBLEMS_SHOWN)} more; --json lists all", style="red"))
+    problems = len(report.problems)
+    views += [Text(f"problem: {line}", style="red") for line in report.problems[:PROBLEMS_SHOWN]]
+    if problems > PROBLEMS_SHOWN:
+        views.append(Text(f"… and {count(problems - PROBLEMS_SHOWN)} more; --json lists all", style="red"))
     views += [Text(f"warning: {line}", style="yellow") for line in report.warnings]
     if report.option_columns:
         views.append(Text(f"columns taken as options of their rows: {', '.join(report.option_columns)}"))
     good = report.rows - report.rows_failing
-    views.append(Text(f"{count(good)} of {count(report.rows)} rows would run, {plural(report.adapters, 'adapter')}"))
+    faulty = f" ({count(problems)} missing or bad)" if problems else ""
+    adapters = f"{plural(report.adapters, 'adapter')}{faulty}"
+    views.append(Text(f"{count(good)} of {plural(report.rows, 'row')} would run, {adapters}"))
     if report.stops:
         stops = f"{plural(report.rows_failing, 'row')} would fail, {report.allowance}"
         views.append(Text(f"run would stop: {stops}", style="bold red"))

@@ -98,3 +98,11 @@ def test_refusals(tiny: TinyModel, engine: Engine) -> None:
         with pytest.raises(JobError, match="row 2: empty_prompt"):
             strict.generate(TABLE.slice(0, 3))
         assert strict.generate(TABLE.slice(0, 2)).num_rows == 2  # nothing of the failed call is left
+
+
+def test_a_closed_engine_says_so(tiny: TinyModel) -> None:
+    with Engine(config(tiny)) as engine:
+        pass
+    with pytest.raises(UsageError, match="the Engine is closed: call generate inside its `with` block"):
+        engine.generate(TABLE)
+    engine.close()

@@ -97,6 +97,39 @@ def test_every_field_of_a_job_has_one_flag() -> None:
     assert set(fields) | {"inputs"} == set(JobConfig.model_fields)
 
 
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("run", "punica-batch.toml beside the input"),
+        ("doctor", "Default: punica-batch.toml in the current folder"),
+        ("adapters ls", "Default: punica-batch.toml in the current folder"),
+        ("adapters check", "Default: punica-batch.toml in the current folder"),
+        ("status", "is not read"),
+        ("retry", "is not read"),
+    ],
+)
+def test_help_says_where_a_job_file_is_looked_for(
+    command: str, expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    cli.execute([*command.split(), "--help"])
+    out = capsys.readouterr().out
+    assert expected in out
+    assert ("beside the input" in out) == (command == "run")
+
+
+def test_help_of_a_retry_says_what_its_options_mean_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    cli.execute(["retry", "--help"])
+    out = capsys.readouterr().out
+    assert "Registry in place of the run's; --lora-modules adds to that one." in out
+    assert "Of an unfinished output: stop when more rows than this fail in all." in out
+    assert {"--model", "--revision", "--tokenizer"} <= set(re.findall(r"--[a-z-]+", out))
+    assert not {"--overwrite", "--output", "--limit", "--prompt-column"} & set(re.findall(r"--[a-z-]+", out))
+
+
 def test_help_is_light() -> None:
     """What may never be imported for --help; the time is printed, not asserted: machines differ."""
     heavy = (
@@ -233,6 +266,7 @@ def test_an_unexpected_error_is_one_short_line(
         (["run", "x", "--shard", "9/8"], "--shard must be I/N"),
         (["run", "x", "--lora-modules", "a"], "--lora-modules must be NAME=PATH"),
         (["run", "x", "--kv-cache-dtype", "fp8"], "--kv-cache-dtype must be"),
+        (["run", "x", "--show", "3", "--json"], "--show prints rows for people, --json one object for programs"),
         (["frobnicate"], "frobnicate"),
         (["status"], "OUTPUT"),
     ],

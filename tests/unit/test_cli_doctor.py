@@ -72,8 +72,8 @@ def tools(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return names
 
 
-def report(capsys: pytest.CaptureFixture[str], code: int = 0) -> dict[str, dict[str, Any]]:
-    assert cli.execute(["doctor", "--json"]) == code
+def report(capsys: pytest.CaptureFixture[str], code: int = 0, *options: str) -> dict[str, dict[str, Any]]:
+    assert cli.execute(["doctor", "--json", *options]) == code
     printed = json.loads(capsys.readouterr().out)
     assert printed["fit"] == (code == 0)
     return {check["name"]: check for check in printed["checks"]}
@@ -283,7 +283,7 @@ def test_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["check", "found", "mend", "it", "with"]
     assert [line.split()[0] for line in lines[1:]] == [
-        "python", "driver", "torch", "flashinfer", "nvcc", "c", "memory", "disk", "cache",
+        "python", "driver", "torch", "flashinfer", "nvcc", "c", "memory", "disk", "cache", "kernels",
     ]  # fmt: skip
 
 
@@ -293,3 +293,49 @@ def test_the_probe_speaks_the_truth_about_torch() -> None:
     assert facts["version"].startswith(version("torch"))
     assert set(CPU_TORCH) <= set(facts) <= set(CUDA_TORCH)
     assert facts["available"] == ("triton" in facts)
+
+
+@pytest.mark.parametrize(
+    ("options", "asked"),
+    [
+        (["--device", "cuda"], "--device cuda"),
+        (["--gpus", "2"], "--gpus"),
+        (["--device", "cuda", "--gpus", "0,"], "--device cuda and --gpus"),
+    ],
+)
+def test_a_gpu_that_is_asked_for_and_not_there_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str], asked: str
+) -> None:
+    """With all other checks beside it, whether there is none or none is visible."""
+    driver = report(capsys, 1, *options)["driver"]
+    assert (driver["level"], driver["found"]) == ("missing", f"no NVIDIA device, but {asked} asks for one")
+    assert driver["mend"].endswith(f"or leave {asked} out")
+    assert cli.execute(["doctor", *options]) == 1
+    out, err = capsys.readouterr()
+    assert "missing" in out
+    assert err == ""
+    found(monkeypatch, GPUS, CUDA_TORCH)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    driver = report(capsys, 1, *options)["driver"]
+    assert (driver["level"], driver["mend"]) == ("missing", "unset CUDA_VISIBLE_DEVICES")
+    assert driver["found"].endswith(f"hides 2 GPUs: {asked} finds none")
+
+
+def test_doctor_looks_at_the_gpus_that_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tools: set[str]
+) -> None:
+    found(monkeypatch, [H200, replace(H200, uuid="GPU-old", capability=(7, 5))], CUDA_TORCH)
+    assert report(capsys, 1)["gpu GPU-old"]["level"] == "missing"
+    assert "gpu GPU-old" not in report(capsys, 0, "--gpus", "1")
+    assert (
+        report(capsys, 1, "--gpus", "3")["driver"]["found"] == "580.95 (CUDA 13.0); --gpus 3: 2 found on this machine"
+    )
+    assert cli.execute(["doctor", "--gpus", "x"]) == cli.execute(["doctor", "--gpus", "1", "--device", "cpu"]) == 2
+    found(monkeypatch, JobError("no answer"), CPU_TORCH)
+    assert report(capsys, 1)["driver"]["level"] == "missing"
+    assert report(capsys, 0, "--device", "cpu")["driver"]["level"] == "absent", "a run on the CPU does not ask it"
+
+
+def test_without_a_model_the_kernels_are_absent_and_a_model_is_proposed(capsys: pytest.CaptureFixture[str]) -> None:
+    kernels = report(capsys)["kernels"]
+    assert (kernels["level"], kernels["mend"]) == ("absent", "punica-batch doctor --model FOLDER")

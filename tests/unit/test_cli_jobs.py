@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -40,3 +41,11 @@ def test_chat_job_renders_as_the_sample_adapters_were_trained() -> None:
     for body in bodies:
         (message,) = body["messages"]
         assert template.render(body["messages"]) == f"### Message\n{message['content']}\n### Answer\n"
+
+
+@pytest.mark.parametrize("path", JOBS, ids=lambda path: path.stem)
+def test_a_trial_that_a_comment_proposes_does_not_stand_in_the_whole_jobs_way(path: Path) -> None:
+    """``--limit`` binds an output: of the job's own, the whole job would be refused."""
+    proposed = re.findall(r"`([^`]*--limit[^`]*)`", path.read_text())
+    assert all(" -o " in options for options in proposed)
+    assert (path.stem == "label") == bool(proposed)

@@ -167,13 +167,15 @@ def test_validate_lists_every_failing_row_by_code(job: Path, capsys: pytest.Capt
     assert found == {
         "adapter_unreadable": (3, [96, 97, 98]), "null_prompt": (1, [7]), "unknown_adapter": (1, [99]),
     }  # fmt: skip
-    assert (report["rows"], report["rows_failing"], report["adapters"], report["stops"]) == (100, 5, 3, False)
+    assert (report["rows"], report["rows_failing"], report["adapters"], report["stops"]) == (100, 5, 4, False)
     assert len(report["problems"]) == 2
+    assert run_json(["plan", str(job), "--device", "cpu"], capsys)["adapters"]["count"] == report["adapters"]
     assert cli.execute(["validate", str(job), "--max-errors", "4"]) == 4
     out, err = capsys.readouterr()
     assert "run would stop: 5 rows would fail, --max-errors allows 4" in out
-    assert "95 of 100 rows would run, 3 adapters" in out
-    assert out.count("'nobody'") == 1, "once, whatever finds it"
+    assert "95 of 100 rows would run, 4 adapters (2 missing or bad)" in out
+    problems = [line.removeprefix("problem: ") for line in out.splitlines() if line.startswith("problem: ")]
+    assert problems == report["problems"], "all, the table's examples among them"
     assert "checking: 100 of 100 rows (100 %)" in err
 
 

@@ -15,7 +15,7 @@ from punica_batch.config_sources import load_config
 from punica_batch.data.source import Source
 from punica_batch.data.state import JobState
 from punica_batch.errors import RowError
-from punica_batch.planning.retry import retry_config
+from punica_batch.planning.retry import retry_command, retry_config
 from punica_batch.planning.status import OutputStatus, output_status
 from punica_batch.types import Completion, FinishReason, RowResult
 
@@ -206,7 +206,8 @@ def test_retry_accepts_repaired_adapters_and_a_job_file_but_nothing_that_binds(j
     (job.parent / "j.toml").write_text('adapters = "repaired"\nmax_tokens = 1\nmax_num_seqs = 4\n')
     again = retry_config("x.parquet", {"lora_modules": {"c": "d"}}, config="j.toml")
     assert (again.adapters, again.max_tokens, again.max_num_seqs) == ("repaired", 9, 4)
-    assert again.lora_modules == {"c": "d"}
+    assert again.lora_modules == {"a": str(job.parent / "b"), "c": "d"}, "one more, not in place of the run's"
+    assert retry_config("x.parquet", {"lora_modules": {"a": "z"}}).lora_modules == {"a": "z"}
 
 
 def test_retry_finds_a_remote_output_as_its_job_file_says(job: Path, tmp_path: Path) -> None:
@@ -222,3 +223,9 @@ def test_retry_of_slices_names_one(job: Path) -> None:
         pass
     assert retry_config("x.parquet", {}).shard_of == (0, 3)
     assert retry_config("x.parquet", {"shard": "2/3"}).shard_of == (1, 3)
+
+
+def test_the_command_that_retries_is_whole(job: Path) -> None:
+    assert retry_command(JobConfig(), "x y.parquet") == "punica-batch retry 'x y.parquet'"
+    config = JobConfig(shard="2/3", work_dir="work")
+    assert retry_command(config, "s3://b/x/") == "punica-batch retry s3://b/x/ --shard 2/3 --work-dir work"

@@ -197,3 +197,43 @@ def test_a_wrong_field_in_python_is_one_line_of_ours(values: dict[str, Any], mes
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
     assert "http" not in str(caught.value)
+
+
+def test_python_values_may_be_written_as_python_and_toml_do() -> None:
+    config = JobConfig(
+        inputs="x.parquet",
+        stop="\n",
+        max_errors=10,
+        gpus=2,
+        output=Path("out/x.parquet"),
+        lora_modules={"a": Path("b")},
+    )
+    assert (config.inputs, config.stop, config.output) == (("x.parquet",), ("\n",), "out/x.parquet")
+    assert (config.max_errors, config.gpus, config.lora_modules) == ("10", "2", {"a": "b"})
+    assert config.error_limit(1000) == 10
+    assert JobConfig(inputs=[Path("a"), "b"]).inputs == ("a", "b")
+    assert JobConfig(max_errors="5%") == JobConfig()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"max_tokens": "many"}, "'max_tokens' must be a valid integer, not a string"),
+        ({"max_tokens": "9" * 5000}, "'max_tokens' must be a valid integer, not a string"),
+        ({"max_tokens": 2.5}, "'max_tokens' must be a valid integer, not 2.5"),
+        ({"max_tokens": None}, "'max_tokens' must be a valid integer, not None"),
+        ({"temperature": "hot"}, "'temperature' must be a valid number, not a string"),
+        ({"ignore_eos": "maybe"}, "'ignore_eos' must be true or false, not a string"),
+        ({"columns": "id"}, "'columns' must be a valid list, not a string"),
+    ],
+)
+def test_wrong_types_in_python_are_said_in_our_words(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        JobConfig(**values)
+    assert str(caught.value) == f"JobConfig: {message}"
+
+
+def test_a_job_file_still_says_its_inputs_as_a_list(here: Path) -> None:
+    (here / "j.toml").write_text('inputs = "x.parquet"\n')
+    with pytest.raises(ConfigError, match="'inputs' must be a valid list, not a string"):
+        load_config((), {}, config="j.toml")

@@ -188,3 +188,17 @@ def test_a_retry_beside_a_changed_input_replaces_nothing(tmp_path: Path) -> None
         with pytest.raises(JobError, match="changed while the job ran"):
             again.apply()
     assert (tmp_path / "out.parquet").read_bytes() == before
+
+
+def test_a_retry_that_raises_runs_the_row_that_stopped_it_anew(tmp_path: Path) -> None:
+    path = write(numbered(0, 100), tmp_path / "in.parquet")
+    config = JobConfig(inputs=(str(path),), output=f"{tmp_path}/out/", rows_per_shard=30, on_error="raise")
+    data_job.run(config)
+    with opened(config) as state:
+        again = Retry(state)
+        again.journal.append([mended(7), data_job.result(18, config)])
+        again.journal.sync()
+    with opened(update(config, on_error="record")) as state:
+        assert Retry(state).rows.tolist() == FAILED[2:]
+    with opened(config) as state:
+        assert Retry(state).rows.tolist() == FAILED[1:]

@@ -18,6 +18,7 @@ from punica_batch.config import JobConfig
 from punica_batch.data.layout import Layout
 from punica_batch.data.lock import FileLock
 from punica_batch.data.source import Source
+from punica_batch.data.state import JobState
 from punica_batch.errors import BindingError, InputError, JobError, OutputLocked, UsageError
 
 pytestmark = pytest.mark.usefixtures("no_fsync")
@@ -95,10 +96,10 @@ def test_a_finished_output_is_left_alone(config: JobConfig) -> None:
 
 CHANGES = [
     ({"temperature": 0.5}, r"temperature was 0\.0, is 0\.5"),
-    ({"limit": 50}, "limit was null, is 50"),
+    ({"limit": 50}, "limit was not given, is 50"),
     ({"rows_per_shard": 10}, "--rows-per-shard was 30, is 10"),
     ({"prompt_template": "secret words {prompt}"}, "--prompt-template has changed"),
-    ({"columns": ("k",)}, "columns was null, is"),
+    ({"columns": ("k",)}, "columns was not given, is"),
     ({"shard": "1/2"}, "the N of --shard I/N was 1, is 2"),
 ]
 
@@ -229,7 +230,7 @@ def test_damaged_state_is_refused_until_overwritten(config: JobConfig, name: str
     path = state.parent / name if name == "_SUCCESS" and config.output.endswith("/") else state / name
     assert path.exists()
     path.write_bytes(content)
-    with pytest.raises(BindingError, match=f"{name} is damaged: start over with --overwrite"):
+    with pytest.raises(BindingError, match=f"{name} is damaged: start over with `run --overwrite`"):
         data_job.run(config)
     assert data_job.run(update(config, overwrite=True))["finished"]
     check_output(config)
@@ -247,7 +248,7 @@ def test_what_another_version_wrote_is_refused_until_overwritten(config: JobConf
         data_job.run(config)
     assert str(refused.value) == (
         f"{plan} has format 1, this version writes 2: go on with the version that wrote it, "
-        "or start over with --overwrite"
+        "or start over with `run --overwrite`"
     )
     assert data_job.run(update(config, overwrite=True))["finished"]
     check_output(config)
@@ -437,3 +438,15 @@ def test_a_part_that_carries_nothing_is_not_committed_beside_a_changed_input(con
         with pytest.raises(JobError, match="changed while"):
             state.commit_ready()
         assert state.committed == 0
+
+
+def test_who_is_refused_is_told_what_that_command_can_do(config: JobConfig) -> None:
+    data_job.run(config)
+    changed = update(config, max_tokens=3)
+    for is_retry, expected in (
+        (False, "Give the old values, another -o, or start over with --overwrite"),
+        (True, "A retry needs them as they were: bring them back, or start over with `run --overwrite`"),
+    ):
+        with pytest.raises(BindingError) as refused:
+            JobState.open(changed, data_job.BINDING, source=Source.open(changed), is_retry=is_retry)
+        assert str(refused.value).endswith(f". {expected}")

@@ -34,7 +34,7 @@ def make(
 
     return Collector(
         journal, bind=bind, commit=lambda: None, errors_before=errors_before, max_errors=max_errors,
-        allowance="--max-errors 2% of 100 rows allows 2",
+        allowance="--max-errors 2% of 100 rows allows 2", advice="mend it",
     )  # fmt: skip
 
 
@@ -62,8 +62,12 @@ def test_digests_are_bound_once_and_before_their_rows(journal: Journal) -> None:
 def test_too_many_errors_stop_the_job_with_all_of_them_kept(journal: Journal, tmp_path: Path) -> None:
     collector = make(journal, [], errors_before=1)
     collector.add_results([bad(3)])
-    with pytest.raises(JobError, match=r"3 rows have failed, --max-errors 2% of 100 rows allows 2; row 5: null_prompt"):
+    with pytest.raises(JobError) as stopped:
         collector.add_results([bad(5)])
+    assert str(stopped.value) == (
+        "3 rows have failed, --max-errors 2% of 100 rows allows 2; row 5: null_prompt: column 'prompt' is null. "
+        "What is done is kept: mend it"
+    )
     assert collector.errors == {"null_prompt": 2}
     again = Journal(tmp_path / "journal", journal.schema)
     assert again.recover().count(0, 10) == 2
@@ -81,3 +85,10 @@ def test_any_number_may_fail_without_a_limit(journal: Journal) -> None:
     collector = make(journal, [], max_errors=None)
     collector.add_results([bad(row) for row in range(100)])
     assert collector.rows == collector.errors.total() == 100
+
+
+def test_an_error_that_ends_by_itself_gets_no_second_end(journal: Journal) -> None:
+    collector = make(journal, [], max_errors=0)
+    asks = RowResult.failed(0, RowError("unknown_adapter", "the registry has no adapter 'x'; did you mean 'y'?"))
+    with pytest.raises(JobError, match=r"did you mean 'y'\? What is done"):
+        collector.add_results([asks])

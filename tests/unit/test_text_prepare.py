@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from text_helpers import BYTE_LEVEL_CONFIG, CHATML, LLAMA2_CHAT, METASPACE_CONFIG, byte_level, metaspace, save
 from transformers import AutoTokenizer
 
+from punica_batch.adapters.registry import Registry
 from punica_batch.config import JobConfig
 from punica_batch.errors import InputError, RowError
 from punica_batch.text.prepare import Prepared, Preparer, render_preview
@@ -436,3 +437,21 @@ def test_every_row_comes_out_once_and_as_if_alone(folder: Path, rows: list[tuple
                 row[0].decode()
             except UnicodeDecodeError:
                 assert solo[0] == "error"
+
+
+def test_an_unknown_adapter_is_told_as_the_registry_tells_it(folder: Path) -> None:
+    """Whoever meets the name first: the registry before a job, the text process in it."""
+    specs = {name: AdapterSpec(name, "p") for name in ("good", "other")}
+    for name in ("god", "n" * 300, "zzz"):
+        (failed,) = run(make(folder, adapters=specs), prompt=["x"], lora_id=[name]).errors
+        with pytest.raises(RowError) as refused:
+            Registry(specs).get(name)
+        assert failed.error == str(refused.value)
+    (failed,) = run(make(folder, adapters={}, adapter_errors={}), prompt=["x"], lora_id=["god"]).errors
+    with pytest.raises(RowError) as refused:
+        Registry({}).get("god")
+    assert (
+        failed.error
+        == str(refused.value)
+        == ("unknown_adapter: no adapters are named: give --adapters or --lora-modules")
+    )
