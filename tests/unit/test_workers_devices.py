@@ -73,6 +73,15 @@ def test_contradicting_options(options: dict[str, Any]) -> None:
         find_devices(JobConfig(**options), lambda line: None)
 
 
+@pytest.mark.parametrize("told", [None, "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"])
+def test_cpu_workers_do_not_spin_for_long_unless_told_to(monkeypatch: pytest.MonkeyPatch, told: str | None) -> None:
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    if told is not None:
+        monkeypatch.setenv(told, "1")
+    assert ("GOMP_SPINCOUNT" in cpu_devices(1)[0].env) == (told is None)
+
+
 def test_cpu_workers_share_the_machine() -> None:
     found = cpu_devices(12)
     assert [d.name for d in found] == sorted(d.name for d in found)
@@ -92,8 +101,18 @@ def test_no_device_and_no_driver_is_one_cpu_worker_and_a_line(monkeypatch: pytes
     found = find_devices(JobConfig(), lines.append)
     assert [d.kind for d in found] == ["cpu"]
     assert len(lines) == 1
-    with pytest.raises(UsageError, match="no NVIDIA device"):
-        find_devices(JobConfig(gpus="1"), lines.append)
+    asked: dict[str, dict[str, Any]] = {
+        "--gpus": {"gpus": "1"},
+        "--device cuda": {"device": "cuda"},
+        "--device cuda and --gpus": {"gpus": "1", "device": "cuda"},
+    }
+    for options, values in asked.items():
+        with pytest.raises(UsageError) as refused:
+            find_devices(JobConfig(**values), lines.append)
+        assert str(refused.value) == (
+            f"no NVIDIA device was found (`punica-batch doctor` says why): leave {options} out, "
+            "or run with --device cpu"
+        )
 
 
 def test_a_device_whose_driver_is_silent_is_never_a_cpu_run(monkeypatch: pytest.MonkeyPatch) -> None:
