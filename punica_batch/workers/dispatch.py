@@ -68,7 +68,8 @@ class Dispatcher:
     def _recover(self, event: PoolEvent) -> list[tuple[Request, RowResult]]:
         self._trial_workers.discard(event.worker)
         self._note(f"worker {event.worker} died ({event.died}); restarting it, {len(event.lost)} rows run again")
-        again, poison = self._ledger.died(event.lost)
+        has_others = self._has_others(self._worker(event.worker))
+        again, poison = self._ledger.died(event.lost, event.worker, has_others=has_others)
         if self._ledger.exhausted:
             raise WorkerError(f"workers keep dying and no row gets done; the last one: {event.died}")
         self._window.give_back(request.row for request in again)
@@ -92,8 +93,10 @@ class Dispatcher:
             if not self._ledger.has_trial:
                 return
             if worker.state == "running" and not worker.outstanding:
-                self._trial_workers.add(worker.name)
-                self._pool.submit(worker.name, self._ledger.next_trial())
+                trial = self._ledger.next_trial(worker.name if self._has_others(worker) else None)
+                if trial is not None:
+                    self._trial_workers.add(worker.name)
+                    self._pool.submit(worker.name, trial)
 
     def _target(self, head: PendingRow) -> tuple[Worker, int] | None:
         """(the worker for the next group, how many rows it may get)"""
@@ -122,6 +125,9 @@ class Dispatcher:
                 # The last worker stays: another's death may still give it rows.
                 if sum(w.state != "released" for w in self._pool.workers) > 1:
                     self._pool.release(name)
+
+    def _has_others(self, worker: Worker) -> bool:
+        return any(other is not worker and other.state != "released" for other in self._pool.workers)
 
     def _worker(self, name: str) -> Worker:
         return next(w for w in self._pool.workers if w.name == name)

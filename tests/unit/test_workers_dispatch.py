@@ -243,3 +243,27 @@ def test_closing_admits_nothing_more(seed: int) -> None:
     assert running <= set(pool.ran)
     assert len(set(pool.ran) - ended - running) <= begun_at_close
     assert window.num_pending == 60 - len(pool.ran)
+
+
+class SickPool(SimulatedPool):
+    """Worker 00 comes up again and again and dies of whatever it is given, as on a GPU that fails."""
+
+    def _poll(self, worker: Any) -> Any:
+        inside = self._inside[worker.name]
+        if worker.name == "00" and worker.state == "running" and (inside.waiting or inside.running):
+            return [self._die(worker, inside)]
+        return super()._poll(worker)
+
+
+class Slow(random.Random):
+    """Rows take some 25 polls, so that the worker that has nothing to do is mostly the sick one."""
+
+    def random(self) -> float:
+        return 10 * super().random()
+
+
+@pytest.mark.parametrize("workers", [2, 8])
+def test_one_sick_worker_costs_no_row(workers: int) -> None:
+    results = drive(SickPool(workers, 16, Slow(0), late=2), [request(row) for row in range(1500)], random.Random(0))
+    assert sorted(result.row for result in results) == list(range(1500))
+    assert all(result.error is None for result in results)
