@@ -8,9 +8,9 @@ from typing import Literal
 from punica_batch.adapters.check import AdapterReport
 from punica_batch.config import JobConfig
 from punica_batch.engine.memory import GRAPH_BYTES, activation_bytes
-from punica_batch.engine.settings import DEFAULT_BATCHED_TOKENS, resolve_dtypes
+from punica_batch.engine.settings import DEFAULT_BATCHED_TOKENS, DEFAULT_MAX_LORA_RANK, resolve_dtypes
 from punica_batch.models.config import DTYPE_BYTES, ModelConfig
-from punica_batch.planner.memory import MAX_BATCH, MemoryPlan, memory_plan
+from punica_batch.planner.memory import ADAPTER_SHARE, MAX_BATCH, MemoryPlan, memory_plan
 from punica_batch.planning.opened import OpenedJob
 from punica_batch.planning.preflight import Preflight
 from punica_batch.types import Dtype
@@ -19,6 +19,7 @@ from punica_batch.workers.devices import Device
 # Beside activations: on a CPU torch itself, its allocator's slack, the worker's own objects; on a GPU the context, the
 # libraries' workspaces, and what the driver keeps for itself of the memory that it names as the device's.
 RUNTIME_BYTES = {"cpu": 512 << 20, "cuda": 2 << 30}
+_USUAL_RANK = 16
 
 
 def batched_tokens(config: JobConfig, kind: str) -> int:
@@ -37,20 +38,35 @@ def worker_memory(
     block_bytes = model.kv_bytes_per_block(config.block_size, dtypes.kv_cache)
     batch = config.max_num_seqs or MAX_BATCH
     workspace = workspace_bytes(model, batched_tokens(config, device.kind), batch, dtypes.model, device.kind)
+    total, weights = int(device.memory_bytes * config.gpu_memory_utilization), model.weight_bytes(dtypes.model)
     return memory_plan(
-        total_bytes=int(device.memory_bytes * config.gpu_memory_utilization),
-        weight_bytes=model.weight_bytes(dtypes.model),
+        total_bytes=total,
+        weight_bytes=weights,
         kv_bytes_per_block=block_bytes,
         block_size=config.block_size,
         max_model_len=job.max_model_len,
         max_num_batched_tokens=batched_tokens(config, device.kind),
         workspace_bytes=workspace + block_bytes,  # the cache's scratch block
-        adapter_sizes=[slot_bytes(found.reports[name], model, dtypes.model) for name in found.specs],
+        adapter_sizes=adapter_sizes(job, found, dtypes.model, max(0, total - weights - workspace)),
         row_tokens=row_tokens,
         num_sequences=num_sequences,
         max_num_seqs=config.max_num_seqs,
         max_loras=config.max_loras,
     )
+
+
+def adapter_sizes(job: OpenedJob, found: Preflight, dtype: Dtype, room: int) -> list[int]:
+    """Bytes of each adapter that rows may name. Where not all rows could be counted, the registry's others are taken to
+    be as large as those that were met, but one as the largest there may be, or a quarter of ``room``: an adapter that
+    found no room at all would cost its rows."""
+    sizes = [slot_bytes(found.reports[name], job.model, dtype) for name in found.specs]
+    others = 0 if found.use.exact else len(job.registry.names()) - len(sizes) - len(found.errors)
+    if others <= 0:
+        return sizes
+    linear = sum(sum(shape) for name, shape in job.model.lora_modules().items() if ".layers." in name)
+    usual = sum(sizes) // len(sizes) if sizes else _USUAL_RANK * linear * DTYPE_BYTES[dtype]
+    largest = (job.config.max_lora_rank or DEFAULT_MAX_LORA_RANK) * linear * DTYPE_BYTES[dtype]
+    return [*sizes, *[usual] * (others - 1), max(usual, min(largest, room // ADAPTER_SHARE))]
 
 
 def slot_bytes(report: AdapterReport, model: ModelConfig, dtype: Dtype) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections import Counter
 from pathlib import Path
@@ -312,6 +313,20 @@ def test_memory_is_planned_from_true_sizes(job: Path) -> None:
     assert plan.max_loras == 2
     assert plan.max_num_seqs == 95
     assert workspace_bytes(model, 2048, 256, "float32", "cpu") < 1 << 30
+
+
+def test_adapters_that_could_not_be_counted_are_planned_for(job: Path) -> None:
+    """Rows may name any of the registry's, of a rank that nobody has seen: room for one of the highest, all slots."""
+    opened = open_job(config_of(job, max_lora_rank=64))
+    found = preflight(opened, 0, 100)
+    met = {name: spec for name, spec in found.specs.items() if name != "wide"}
+    some = dataclasses.replace(found, specs=met, use=dataclasses.replace(found.use, exact=False))
+    device = Device("0", "cuda", 8 << 30)
+    linear = sum(sum(shape) for name, shape in opened.model.lora_modules().items() if ".layers." in name)
+    assert worker_memory(opened, found, device, [16] * 10, 95).adapter_bytes < 64 * linear * 2
+    plan = worker_memory(opened, some, device, [16] * 10, 95)
+    assert plan.adapter_bytes >= 64 * linear * 2
+    assert plan.max_loras >= len(opened.registry.names()) - len(found.errors)
 
 
 def test_adapters_ls_and_check(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
