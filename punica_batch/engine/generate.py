@@ -20,7 +20,7 @@ from punica_batch.engine.kernel_cache import kernel_environment
 from punica_batch.engine.memory import GRAPH_BYTES, activation_bytes
 from punica_batch.engine.settings import DEFAULT_BATCHED_TOKENS, DEFAULT_MAX_LORA_RANK, EngineSettings, resolve_dtypes
 from punica_batch.errors import JobError, UsageError
-from punica_batch.models.config import ModelConfig, resolve_model
+from punica_batch.models.config import DTYPE_BYTES, ModelConfig, resolve_model
 from punica_batch.planner.memory import ADAPTER_SHARE, MAX_BATCH, memory_plan
 from punica_batch.text.prepare import Preparer
 from punica_batch.text.settings import TextSettings
@@ -134,9 +134,11 @@ def _settings(
     if max_model_len > model.max_position_embeddings:
         raise UsageError(f"max_model_len {max_model_len} is beyond the model's own {model.max_position_embeddings}")
     batched_tokens = config.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS[device]
-    max_num_seqs = config.max_num_seqs or MAX_BATCH
+    max_num_seqs = config.max_num_seqs or min(MAX_BATCH, batched_tokens)
     total, weights = int(_memory_bytes(device) * config.gpu_memory_utilization), model.weight_bytes(dtypes.model)
-    adapter_bytes = max(0, total - weights) // ADAPTER_SHARE if num_adapters else 0
+    rank = config.max_lora_rank or DEFAULT_MAX_LORA_RANK
+    largest = rank * sum(map(sum, model.lora_modules().values())) * DTYPE_BYTES[dtypes.model]
+    adapter_bytes = min(max(0, total - weights) // ADAPTER_SHARE, num_adapters * largest)
     memory = memory_plan(
         total_bytes=total - adapter_bytes,
         weight_bytes=weights,
@@ -146,7 +148,8 @@ def _settings(
         block_size=config.block_size,
         max_model_len=max_model_len,
         max_num_batched_tokens=batched_tokens,
-        max_num_seqs=config.max_num_seqs,
+        # rows are not known: too many of them at a time cost preemptions, too few the GPU's time
+        max_num_seqs=max_num_seqs,
     )
     return EngineSettings(
         model=str(folder), tokenizer=str(tokenizer_folder), device=device,
@@ -154,7 +157,7 @@ def _settings(
         num_blocks=memory.num_blocks, block_size=config.block_size, max_num_seqs=memory.max_num_seqs,
         max_num_batched_tokens=batched_tokens, max_model_len=max_model_len,
         max_loras=config.max_loras or max(1, min(num_adapters, _MAX_LORAS)),
-        max_lora_rank=config.max_lora_rank or DEFAULT_MAX_LORA_RANK, max_lora_bytes=adapter_bytes or None,
+        max_lora_rank=rank, max_lora_bytes=adapter_bytes or None,
         gpu_memory_utilization=config.gpu_memory_utilization,
         adapters={name: registry.get(name) for name in registry.names()},
         storage_options=registry.storage_options, seed=config.seed,

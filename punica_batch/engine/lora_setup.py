@@ -30,7 +30,7 @@ def make_lora_store(settings: EngineSettings, model: LlamaModel) -> LoraStore:
     """An empty store for a model that is on the settings' device. On a GPU the adapters' memory is reserved here."""
     model_lora = ModelLora.empty(model.config, settings.max_loras)
     digests = DigestCache() if settings.trust_stamps else None
-    if model.device.type != "cuda":
+    if model.device.type != "cuda" or not settings.adapters:  # then nothing will be loaded
         loader = adapter_loader(settings, model, digests)
         return LoraStore(model_lora, loader, max_loras=settings.max_loras, read_ahead=settings.read_ahead)
     tables = SlotTables(groups_of(model_lora), settings.max_lora_rank, model.dtype, model.device)
