@@ -43,10 +43,11 @@ class Arena:
         self._lock = threading.Lock()
 
     def reserve(self, name: str, nbytes: int) -> bool:
-        """Whether ``nbytes`` beside all that is reserved will be free once all that is being freed is. They need not be
-        in one piece: ``allocate`` may still raise ``NoRoom``."""
+        """Whether ``nbytes`` beside all that others have reserved will be free once all that is being freed is. They
+        need not be in one piece: ``allocate`` may still raise ``NoRoom``."""
         with self._lock:
-            if nbytes + sum(self._reserved.values()) > self._free.total + self._pending_bytes():
+            others = sum(reserved for other, reserved in self._reserved.items() if other != name)
+            if nbytes + others > self._free.total + self._pending_bytes():
                 return False
             self._reserved[name] = nbytes
             return True

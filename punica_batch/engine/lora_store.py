@@ -236,24 +236,31 @@ class LoraStore:
 
     def _give_way(self, lora_id: str) -> bool:
         """Frees another's bytes for an adapter: those of one that nothing runs on; for one that was asked for also what
-        was only read ahead, which is read again in its turn. Answers whether there was any. None makes way before the
-        scheduler could run a row on it: adapters that exceed the room together would make way for each other forever.
-        """
+        was only read ahead, which is read again in its turn. Answers whether there was any."""
         is_requested = lora_id in self._requested
-        idle = [i for i in self._slots if i not in self._pins and i not in self._fresh]
-        if used := [i for i in idle if i not in self._awaited]:
-            self._free.append(self._evict(used[0]))
+        used, awaited = self._idle()
+        if used is not None:
+            self._free.append(self._evict(used))
         elif is_requested and (staged := self._staged()):
             self._drop(staged[-1])
             self._planned = {staged[-1]: None, **self._planned}
-        elif is_requested and idle:
-            self._free.append(self._evict(idle[0]))
+        elif is_requested and awaited is not None:
+            self._free.append(self._evict(awaited))
         else:
             return False
         return True
 
+    def _idle(self) -> tuple[str | None, str | None]:
+        """What can make way: the least recently used adapter that rows ran on and none does now, and of those that no
+        row has run on yet. The latter only while nothing runs, and after the scheduler could have run it: adapters that
+        exceed the room together would make way for each other, load after load."""
+        idle = [i for i in self._slots if i not in self._pins]
+        awaited = None if self._pins else next((i for i in idle if i in self._awaited and i not in self._fresh), None)
+        return next((i for i in idle if i not in self._awaited), None), awaited
+
     def _take_slot(self) -> int | None:
-        """A free slot, else that of the least recently used adapter that nothing runs on."""
+        """A free slot, else that of the least recently used adapter that nothing runs on: the scheduler asks for no
+        more than there are slots, so that what it still awaits has its own."""
         if self._free:
             return self._free.pop()
         lora_id = next((i for i in self._slots if i not in self._pins and i not in self._fresh), None)
@@ -283,6 +290,8 @@ class LoraStore:
 
     def _try_again(self, lora_id: str, nbytes: int) -> None:
         """After a load that ended for lack of room: others give way if they can, and it is due again."""
+        if self._arena is not None:
+            self._arena.cancel(lora_id)
         self._nbytes[lora_id] = nbytes
         if lora_id not in self._requested:
             self._planned = {lora_id: None, **self._planned}

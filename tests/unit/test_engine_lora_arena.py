@@ -77,4 +77,8 @@ def test_what_is_reserved_is_kept_until_its_name_allocates() -> None:
     assert not arena.reserve("c", 1)  # a's 60 bytes count once, b's still do
     arena.cancel("b")
     arena.cancel("a")  # has none any more
+    assert arena.reserve("d", 40)
+    assert arena.reserve("d", 40)  # in place of its own
+    assert not arena.reserve("e", 1)
+    arena.cancel("d")
     assert arena.reserve("c", 40)

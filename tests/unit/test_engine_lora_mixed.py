@@ -118,14 +118,24 @@ def test_any_mix_of_sizes_comes_to_its_end(part: int) -> None:
         run(adapters, rows, chance.choice([2, 3, 6]), chance.choice([2, 4]), chance.choice([0, 1]))
 
 
+def test_what_is_awaited_stays_while_rows_run() -> None:
+    """More adapters are asked for than there is room for, as slots are counted by the smallest ones. (911 loads were
+    made of these 12, before.)"""
+    adapters = Adapters({f"a{i}": 8 if i % 3 == 0 else 1 for i in range(12)}, room=20)
+    run(adapters, [f"a{i % 12}" for i in range(48)], slots=12)
+    assert adapters.loads.total() <= 10 * 12
+
+
 def test_a_load_short_of_memory_is_tried_again_and_not_forever() -> None:
-    adapters = Adapters({"a": 5, "b": 5, "c": 5}, room=20, short={"a": 2, "b": 100})
+    """Nor does what it had reserved stand in its way: two of them do not fit side by side."""
+    adapters = Adapters({"a": 12, "b": 12, "c": 12}, room=20, short={"a": 2, "b": 100})
     results = run(adapters, ["a", "b", "c"], slots=2)
     assert results[0].error is None
     assert results[1].error is not None
     assert results[1].error.startswith("adapter_unreadable")
     assert results[2].error is None
-    assert adapters.loads["a"] == 3
+    assert 3 <= adapters.loads["a"] <= 6
+    assert adapters.loads["b"] == 4
 
 
 @pytest.mark.parametrize("max_loras", [1, 4, 64])

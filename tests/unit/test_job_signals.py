@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 
@@ -18,8 +19,16 @@ def tell_oneself(number: signal.Signals) -> None:
     time.sleep(0.01)
 
 
+@pytest.fixture
+def not_ignored() -> Iterator[None]:
+    """A shell's background jobs, and so tests run as one, ignore SIGINT: which is respected."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_raises_where_nothing_polls(number: signal.Signals) -> None:
+def test_a_signal_raises_where_nothing_polls(number: signal.Signals, not_ignored: None) -> None:
     before = signal.getsignal(number)
 
     def work() -> None:
