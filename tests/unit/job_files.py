@@ -8,10 +8,19 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 from adapter_files import HIDDEN, INTERMEDIATE, LAYERS, write_adapter
 from text_helpers import BYTE_LEVEL_CONFIG, byte_level, save
 
 CONTEXT = 64
+
+
+def stay_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes ``folder`` the current one, and leaves no trace of the machine's own settings."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PUNICA_BATCH_CACHE", str(folder / "cache"))
+    for name in ("PUNICA_BATCH_MODEL", "PUNICA_BATCH_ADAPTERS"):
+        monkeypatch.delenv(name, raising=False)
 
 
 def write_model(folder: Path) -> Path:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from job_files import CONTEXT, write_job, write_rows
+from job_files import CONTEXT, stay_in, write_job, write_rows
 from test_cli_plan import config_of, write_both
 
 from punica_batch import cli
@@ -22,10 +22,7 @@ from punica_batch.text.prepare import Preparer
 
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PUNICA_BATCH_CACHE", str(tmp_path / "cache"))
-    for name in ("PUNICA_BATCH_MODEL", "PUNICA_BATCH_ADAPTERS"):
-        monkeypatch.delenv(name, raising=False)
+    stay_in(tmp_path, monkeypatch)
     return write_job(tmp_path)
 
 

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from adapter_files import lora_tensors, write_adapter
-from job_files import CONTEXT, write_job, write_rows
+from job_files import CONTEXT, stay_in, write_job, write_rows
 from tokenizers import Tokenizer as Backend
 
 from punica_batch import cli
@@ -34,10 +34,7 @@ from punica_batch.workers.devices import Device
 
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PUNICA_BATCH_CACHE", str(tmp_path / "cache"))
-    for name in ("PUNICA_BATCH_MODEL", "PUNICA_BATCH_ADAPTERS"):
-        monkeypatch.delenv(name, raising=False)
+    stay_in(tmp_path, monkeypatch)
     return write_job(tmp_path)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from job_files import write_job
+from job_files import stay_in, write_job
 
 from punica_batch import cli
 from punica_batch.config import JobConfig
@@ -22,9 +22,7 @@ from punica_batch.types import Completion, FinishReason, RowResult
 
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    for name in ("PUNICA_BATCH_MODEL", "PUNICA_BATCH_ADAPTERS"):
-        monkeypatch.delenv(name, raising=False)
+    stay_in(tmp_path, monkeypatch)
     return write_job(tmp_path)
 
 
