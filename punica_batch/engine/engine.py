@@ -45,6 +45,7 @@ class Engine:
         self.lora_store = lora_store
         self.settings = settings
         self._endings = endings
+        self._unknown_adapters = UnknownAdapters()
         self._scheduler = Scheduler(
             SchedulerConfig(
                 num_blocks=settings.num_blocks, block_size=settings.block_size, max_num_seqs=settings.max_num_seqs,
@@ -148,7 +149,7 @@ class Engine:
         if lora_id is None:
             return None
         if lora_id not in self.settings.adapters:
-            return UnknownAdapters().error(lora_id, self.settings.adapters.keys())
+            return self._unknown_adapters.error(lora_id, self.settings.adapters.keys())
         return self.lora_store.failures.get(lora_id)
 
     def _fail_rows_of(self, lora_ids: list[str]) -> None:

@@ -74,7 +74,7 @@ def adapter_bytes(settings: EngineSettings, config: ModelConfig, dtype: torch.dt
     """What adapters may hold on the device: ``max_lora_bytes``, which those in slots and those read ahead share, or
     without it as if the slots' and those read ahead, no more than all of the job, had ``max_lora_rank`` in every
     module."""
-    adapters = min(settings.max_loras + read_ahead, max(len(settings.adapters), 1))
+    adapters = min(settings.max_loras + read_ahead, len(settings.adapters))
     shapes = config.lora_modules().values()
     nbytes = settings.max_lora_bytes
     if nbytes is None:

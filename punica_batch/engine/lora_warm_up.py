@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 from punica_batch_kernels.elementwise.types import Rotation
-from punica_batch_kernels.sgmv.tiles import GROUPED, PER_ROW, PREFILL, RowTiles, tile_bucket
+from punica_batch_kernels.sgmv.tiles import GROUPED, MAX_FEW, PER_ROW, PREFILL, RowTiles, tile_bucket
 from punica_batch_kernels.sgmv.types import Segments
 from torch import Tensor
 
@@ -15,9 +15,6 @@ from punica_batch.engine.kv_cache import KVCache
 from punica_batch.models.layers import rope_cos_sin
 from punica_batch.models.llama import LlamaModel
 from punica_batch.models.lora import ModelLora
-
-# Rows up to which a graph's capture may take other kernels than a step outside of graphs.
-_FEW = 64
 
 
 def warm_up_lora(model: LlamaModel, lora: ModelLora, cache: KVCache, max_rows: int) -> None:
@@ -55,5 +52,5 @@ def _segments(max_rows: int, device: torch.device) -> Iterator[tuple[Segments, b
         count, most = 1, tile_bucket(max_rows)  # of one row each at the most
         while count <= most:
             tiles = RowTiles.build([0, 1], [-1], device, block_m, count)
-            yield Segments((0, 1), (-1,), (tiles,), block_m == PREFILL), block_m != PREFILL and count <= _FEW
+            yield Segments((0, 1), (-1,), (tiles,), block_m == PREFILL), block_m != PREFILL and count <= MAX_FEW
             count *= 2

@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 from model_harness import ARCHITECTURES, BLOCK, SIZES
 from punica_batch_kernels.backend import REFERENCE
 from punica_batch_kernels.sgmv import reference
-from punica_batch_kernels.sgmv.tiles import plan_families, take_all_rows, tile_bucket
+from punica_batch_kernels.sgmv.tiles import MAX_FEW, plan_families, take_all_rows, tile_bucket
 from punica_batch_kernels.sgmv.triton_config import choose_config, rope_rule, silu_rule
 from punica_batch_kernels.sgmv.types import LoraGroup, Segments
 from torch import Tensor
 
-from punica_batch.engine import lora_warm_up
 from punica_batch.engine.kv_cache import KVCache
 from punica_batch.engine.lora_warm_up import warm_up_lora
 from punica_batch.models.config import ModelConfig
@@ -29,7 +28,7 @@ from punica_batch.models.lora import ModelLora
 from punica_batch.models.weights import random_weights
 
 pytest.importorskip("triton")
-MAX_ROWS, MAX_FEW, MAX_RANK = 8448, 64, 16
+MAX_ROWS, MAX_RANK = 8448, 16
 Kernel = tuple[Any, ...]
 Base = Callable[[Tensor], Tensor]
 
@@ -140,12 +139,6 @@ def test_no_capture_of_few_rows_launches_anything_else(lengths: list[int]) -> No
     layer = LORA.layers[0]
     for group in (layer.qkv, layer.gate_up, layer.o, layer.down):
         assert kernels_of(group, tiles, None) <= RECORDED.captured
-
-
-def test_few_rows_are_those_of_the_kernels() -> None:
-    from punica_batch_kernels.sgmv import linear
-
-    assert lora_warm_up._FEW == linear.MAX_FEW == MAX_FEW
 
 
 def test_the_steps_differ() -> None:

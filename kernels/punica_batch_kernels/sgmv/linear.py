@@ -10,13 +10,11 @@ from torch import Tensor
 
 from punica_batch_kernels.elementwise.types import Rotation
 from punica_batch_kernels.sgmv import fused
+from punica_batch_kernels.sgmv.tiles import MAX_FEW
 from punica_batch_kernels.sgmv.triton_backend import add_lora, empty_v, has_tiles, sgmv_expand, sgmv_shrink
 from punica_batch_kernels.sgmv.types import LoraGroup, Segments
 
 Base = Callable[[Tensor], Tensor]
-
-# Up to as many rows the base product leaves the tensor cores and some of the launch latency to others: measured.
-MAX_FEW = 64
 
 
 class OrderedLinear:

@@ -14,6 +14,10 @@ from torch import Tensor
 # Rows of a tile in each family: per row (no tensor cores), grouped decode, prefill.
 PER_ROW, GROUPED, PREFILL = 1, 16, 64
 
+# Up to as many rows the base product leaves the tensor cores and some of the launch latency to others (measured): in
+# graphs the shrink runs beside it.
+MAX_FEW = 64
+
 # Segments of so many rows are long; where they hold so many rows in all, they have launches of their own, which more
 # than a few other segments do not share.
 _LONG, _MIN_LONG_ROWS, _FEW = 32, 512, 16
