@@ -90,7 +90,7 @@ def watch_engine(module: types.ModuleType) -> None:
 
     def counted_step(self: Any) -> Any:
         results = step(self)
-        now = set(self.lora_store._slots)
+        now = set(self.lora_store.resident)
         if now != resident:
             counts.add(loads=len(now - resident))
             resident.clear()

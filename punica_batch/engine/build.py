@@ -39,8 +39,9 @@ def build_engine(settings: EngineSettings, times: StartupTimes | None = None) ->
     times = times or StartupTimes()
     config = ModelConfig.from_folder(settings.model)
     device = torch.device(settings.device)
+    ordinal = torch.cuda.current_device() if device.type == "cuda" else None
     with ThreadPoolExecutor(1, thread_name_prefix="kernels") as beside:
-        making = beside.submit(_timed_kernels, config, settings, times)
+        making = beside.submit(_timed_kernels, config, settings, times, ordinal)
         if device.type == "cpu":  # reading takes the same cores as compiling
             wait([making])
         with times.stage("device"):
@@ -57,8 +58,10 @@ def build_engine(settings: EngineSettings, times: StartupTimes | None = None) ->
     return engine
 
 
-def _timed_kernels(config: ModelConfig, settings: EngineSettings, times: StartupTimes) -> Kernels:
+def _timed_kernels(config: ModelConfig, settings: EngineSettings, times: StartupTimes, ordinal: int | None) -> Kernels:
     with times.stage("kernels"):
+        if ordinal is not None:
+            torch.cuda.set_device(ordinal)  # a new thread's is 0
         return engine_kernels(config, settings)
 
 
@@ -76,7 +79,8 @@ def _load_model(config: ModelConfig, settings: EngineSettings, device: torch.dev
 def engine_kernels(config: ModelConfig, settings: EngineSettings) -> Kernels:
     """The kernels for this model and device; warns where they are not the device's best."""
     windows = frozenset(config.sliding_windows)
-    shape = AttentionShape(config.num_attention_heads, config.num_key_value_heads, config.head_dim, windows)
+    heads = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+    shape = AttentionShape(*heads, windows, settings.max_num_seqs)
     dtype, kv_dtype = getattr(torch, settings.dtype), getattr(torch, settings.kv_cache_dtype)
     kernels = kernels_for(torch.device(settings.device), dtype, shape, kv_dtype, cache_folder())
     if kernels.note is not None:

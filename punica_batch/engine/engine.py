@@ -114,7 +114,7 @@ class Engine:
         return WorkerStats(
             running=self._scheduler.num_running, waiting=self._scheduler.num_waiting,
             kv_blocks_used=pool.num_blocks - pool.num_free, kv_blocks_total=pool.num_blocks,
-            adapters_resident=self.lora_store.num_resident,
+            adapters_resident=len(self.lora_store.resident),
             prompt_tokens=self._prompt_tokens, generated_tokens=self._generated_tokens,
             preemptions=self._preemptions, steps=self._steps,
         )  # fmt: skip

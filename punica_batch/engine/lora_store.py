@@ -1,4 +1,4 @@
-"""Adapters on the device: bounded slots and bytes, read-ahead on threads, the least recently used out first.
+"""Adapters on the device: bounded slots and bytes, read-ahead on threads.
 
 An adapter's way: planned (``prefetch``) → loading on a thread → staged, its weights in place but in no slot → in a slot
 (``poll``), where rows pin it. All but the loading itself happens on the caller's thread, which asks for readiness and
@@ -8,7 +8,7 @@ the one that the steps run on.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 import torch
@@ -17,6 +17,7 @@ from punica_batch_kernels.sgmv.slot_table import SlotTables
 from punica_batch.engine.device_errors import is_device_error
 from punica_batch.engine.lora_arena import Arena, NoRoom
 from punica_batch.engine.lora_loads import Loads
+from punica_batch.engine.lora_slots import LoraSlots
 from punica_batch.engine.lora_types import LoadedLora, LoadStats, row_error
 from punica_batch.errors import AdapterError, Interrupted, RowError
 from punica_batch.models.lora import ModelLora
@@ -30,11 +31,9 @@ class LoraStore:
     ``load(lora_id)`` runs on ``num_threads`` threads: it answers the loaded adapter, or raises ``AdapterError`` or
     ``RowError`` (that adapter's rows fail), ``NoRoom`` (tried again once others have gone) or ``Interrupted`` (nobody's
     rows: ``poll`` raises it). At most ``read_ahead`` adapters that no one has asked for yet are loading or staged.
-    Eviction frees a slot at once: a step that is enqueued later finds there what was put there before it.
 
-    ``tables``: where the device kernels look the slots up, kept up to date here. ``arena``: bytes that ``load`` takes
-    from, under the adapter's name; adapters that nothing runs on go, the least recently used first, when a load needs
-    room there.
+    ``tables``: of ``LoraSlots``. ``arena``: bytes that ``load`` takes from, under the adapter's name; adapters that
+    nothing runs on go, the least recently used first, when a load needs room there.
     """
 
     def __init__(
@@ -50,16 +49,9 @@ class LoraStore:
     ) -> None:
         self.model_lora = model_lora
         self.failures: dict[str, RowError] = {}
-        self._tables = tables
+        self._slots = LoraSlots(model_lora, max_loras, tables)
         self._arena = arena
-        self._max_loras = max_loras
         self._read_ahead = read_ahead
-        self._free = list(range(max_loras - 1, -1, -1))
-        self._slots: OrderedDict[str, int] = OrderedDict()  # resident, least recently used first
-        self._weights: dict[str, LoadedLora] = {}  # of _slots
-        self._pins: Counter[str] = Counter()
-        self._awaited: set[str] = set()  # of _slots: asked for, and not pinned yet
-        self._fresh: set[str] = set()  # of _awaited: the scheduler has not seen them yet
         self._planned: dict[str, None] = {}  # to be read ahead, in order
         self._loads = Loads(load, num_threads)
         self._loaded: dict[str, LoadedLora] = {}  # in no slot yet, oldest first
@@ -68,19 +60,16 @@ class LoraStore:
         self._nbytes: dict[str, int] = {}  # of what has been loaded
         self._usual_nbytes = 0  # expected of others: as the last one
         self._short_of_memory = Counter[str]()
-        self._changes = 0  # of what could give room
-        self._stuck_at = (-1, 0)  # the ``_state`` in which there was none
+        self._changes = 0  # of what could give room, beside the slots'
+        self._stuck_at = (-1, 0, 0)  # the ``_state`` in which there was none
 
     # -- the scheduler's questions (AdapterSlots) --
 
     def ready(self, lora_id: str) -> bool:
-        if lora_id not in self._slots:
-            return False
-        self._slots.move_to_end(lora_id)
-        return True
+        return self._slots.use(lora_id)
 
     def request(self, lora_id: str) -> None:
-        if lora_id in self._slots or lora_id in self.failures or len(self._pins) >= self._max_loras:
+        if lora_id in self._slots or lora_id in self.failures or self._slots.all_pinned:
             return
         self._planned.pop(lora_id, None)
         self._requested[lora_id] = None
@@ -89,15 +78,10 @@ class LoraStore:
             self._start_requested()
 
     def pin(self, lora_id: str) -> None:
-        assert lora_id in self._slots
-        self._pins[lora_id] += 1
-        self._awaited.discard(lora_id)
+        self._slots.pin(lora_id)
 
     def unpin(self, lora_id: str) -> None:
-        self._pins[lora_id] -= 1
-        if not self._pins[lora_id]:
-            del self._pins[lora_id]
-            self._changes += 1
+        self._slots.unpin(lora_id)
 
     # -- the engine's --
 
@@ -110,8 +94,9 @@ class LoraStore:
         return None if lora_id is None else self._sha256.get(lora_id)
 
     @property
-    def num_resident(self) -> int:
-        return len(self._slots)
+    def resident(self) -> list[str]:
+        """The adapters in slots, the least recently used first."""
+        return self._slots.lora_ids
 
     @property
     def bytes_copied(self) -> int:
@@ -133,7 +118,7 @@ class LoraStore:
         """Puts what was asked for and has been loaded into slots. Answers the adapters found unusable since the last
         call, which are now in ``failures``. Raises ``Interrupted`` (``StoreAway``) when a store cannot be reached."""
         failed = []
-        self._fresh.clear()
+        self._slots.seen()
         while (ended := self._loads.take()) is not None:
             lora_id, outcome = ended
             self._changes += 1
@@ -146,10 +131,10 @@ class LoraStore:
                 self._fail(lora_id, error)
                 failed.append(lora_id)
         for lora_id in [i for i in self._requested if i in self._loaded]:
-            slot = self._take_slot()
-            if slot is None:
+            if not self._slots.fill(lora_id, self._loaded[lora_id]):
                 break
-            self._fill(lora_id, slot)
+            self._sha256[lora_id] = self._loaded.pop(lora_id).sha256
+            del self._requested[lora_id]
         self._start_requested()
         self._start_planned()
         return failed
@@ -163,16 +148,13 @@ class LoraStore:
 
     def check_integrity(self) -> None:
         """Asserts what must hold between any two calls. For tests."""
-        slots = [*self._slots.values(), *self._free]
-        assert sorted(slots) == list(range(self._max_loras))
-        assert set(self._pins) <= set(self._slots)
-        assert set(self._weights) == set(self._slots)
-        assert self._awaited <= set(self._slots) - set(self._pins)
-        assert not set(self._requested) & set(self._slots)
+        self._slots.check_integrity()
+        resident = set(self.resident)
+        assert not set(self._requested) & resident
         started = self._loads.under_way | set(self._loaded)
         assert len(started) == len(self._loads) + len(self._loaded)
-        assert not started & set(self._slots)
-        assert not (set(self._planned) | started | set(self._slots)) & set(self.failures)
+        assert not started & resident
+        assert not (set(self._planned) | started | resident) & set(self.failures)
 
     # -- private --
 
@@ -238,55 +220,17 @@ class LoraStore:
         """Frees another's bytes for an adapter: those of one that nothing runs on; for one that was asked for also what
         was only read ahead, which is read again in its turn. Answers whether there was any."""
         is_requested = lora_id in self._requested
-        used, awaited = self._idle()
+        used, awaited = self._slots.idle()
         if used is not None:
-            self._free.append(self._evict(used))
+            self._slots.evict(used)
         elif is_requested and (staged := self._staged()):
             self._drop(staged[-1])
             self._planned = {staged[-1]: None, **self._planned}
         elif is_requested and awaited is not None:
-            self._free.append(self._evict(awaited))
+            self._slots.evict(awaited)
         else:
             return False
         return True
-
-    def _idle(self) -> tuple[str | None, str | None]:
-        """What can make way: the least recently used adapter that rows ran on and none does now, and of those that no
-        row has run on yet. The latter only while nothing runs, and after the scheduler could have run it: adapters that
-        exceed the room together would make way for each other, load after load."""
-        idle = [i for i in self._slots if i not in self._pins]
-        awaited = None if self._pins else next((i for i in idle if i in self._awaited and i not in self._fresh), None)
-        return next((i for i in idle if i not in self._awaited), None), awaited
-
-    def _take_slot(self) -> int | None:
-        """A free slot, else that of the least recently used adapter that nothing runs on: the scheduler asks for no
-        more than there are slots, so that what it still awaits has its own."""
-        if self._free:
-            return self._free.pop()
-        lora_id = next((i for i in self._slots if i not in self._pins and i not in self._fresh), None)
-        return None if lora_id is None else self._evict(lora_id)
-
-    def _evict(self, lora_id: str) -> int:
-        """Takes an adapter out of its slot, which is answered."""
-        slot = self._slots.pop(lora_id)
-        self._awaited.discard(lora_id)
-        self._fresh.discard(lora_id)
-        loaded = self._weights.pop(lora_id)
-        loaded.uninstall(self.model_lora, slot, self._tables)
-        loaded.release(was_installed=True)
-        self._changes += 1
-        return slot
-
-    def _fill(self, lora_id: str, slot: int) -> None:
-        loaded = self._loaded.pop(lora_id)
-        del self._requested[lora_id]
-        loaded.install(self.model_lora, slot, self._tables)
-        self._slots[lora_id] = slot
-        self._awaited.add(lora_id)
-        self._fresh.add(lora_id)
-        self._weights[lora_id] = loaded
-        self._sha256[lora_id] = loaded.sha256
-        self._changes += 1
 
     def _try_again(self, lora_id: str, nbytes: int) -> None:
         """After a load that ended for lack of room: others give way if they can, and it is due again."""
@@ -296,12 +240,12 @@ class LoraStore:
         if lora_id not in self._requested:
             self._planned = {lora_id: None, **self._planned}
         # what was in its way may be gone by now: it waits only where something is left that can go
-        if not self._give_way(lora_id) and (len(self._loads) or self._pins):
+        if not self._give_way(lora_id) and (len(self._loads) or self._slots.any_pinned):
             self._stuck_at = self._state()
 
-    def _state(self) -> tuple[int, int]:
+    def _state(self) -> tuple[int, int, int]:
         """Differs once there may be more room than before: something has gone, or may go."""
-        return self._changes, len(self._requested)
+        return self._changes, self._slots.changes, len(self._requested)
 
     def _error(self, lora_id: str, outcome: LoadedLora | BaseException) -> BaseException | None:
         """What a load failed of; else the adapter is there. Raises what is no one adapter's fault."""

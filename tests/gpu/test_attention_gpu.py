@@ -5,11 +5,12 @@ The first run on a machine compiles kernels for some minutes.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
-from attention_cases import BLOCK, Case
+from attention_cases import BLOCK, TOLERANCE, Case
 from punica_batch_kernels.attention.types import AttentionShape
 from punica_batch_kernels.backend import Kernels, kernels_for
 
@@ -61,6 +62,17 @@ def test_a_plan_serves_all_layers_beside_another_windows() -> None:
             case.q, case.k_cache, case.v_cache, case.meta, scale=0.1, window=window, plan=plans[window]
         )
         torch.testing.assert_close(got.double().cpu(), case.expected(0.1, window), atol=4e-3, rtol=4e-3)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "decodes"), [(32, 1, 100), (32, 2, 2048), (48, 2, 1100)])
+def test_graphs_of_few_key_heads_and_many_rows_have_room_to_split(heads: int, kv_heads: int, decodes: int) -> None:
+    found = kernels_for(CUDA, FP16, AttentionShape(heads, kv_heads, 64, max_num_seqs=decodes))
+    lengths = [(222, 300), *[(2, 40)] * 17, *[(1, 3)] * decodes]  # the largest prefill of a graph beside them
+    case = Case(lengths, heads, kv_heads, head_dim=64, dtype=FP16, device="cuda")
+    meta = replace(case.meta, capacity=case.k_cache.shape[0])
+    plan = found.plan_attention(meta, BLOCK, window=None)
+    got = found.paged_attention(case.q, case.k_cache, case.v_cache, meta, scale=0.1, window=None, plan=plan)
+    torch.testing.assert_close(got.double().cpu(), case.expected(0.1, None), **TOLERANCE[FP16])
 
 
 @pytest.mark.parametrize("window", [None, 16])

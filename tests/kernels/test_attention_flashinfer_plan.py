@@ -91,9 +91,29 @@ def attention(heads: int, kv_heads: int, *windows: int | None, fastest: str = "f
         fake = SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=Prefill, BatchDecodeWithPagedKVCacheWrapper=Decode)
         patch.setitem(sys.modules, "flashinfer", fake)
         patch.setattr(flashinfer_backend, "prefill_backend", lambda device, dtype: fastest)
-        patch.setattr(flashinfer_backend, "WORKSPACE_BYTES", 16)
-        patch.setattr(flashinfer_backend, "WORKSPACE_BYTES_A_HEAD", 1)
+        patch.setattr(flashinfer_backend, "workspace_bytes", lambda shape, num_sms: 16)
+        patch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
         return FlashInferAttention(shape, torch.float32, CPU)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "sequences", "tiles", "tile"),
+    [
+        (32, 1, 1, 264, 128),  # two blocks for each of 132 multiprocessors
+        (64, 8, 64, 33, 128),  # 256 rows of 18 sequences: 8 * 256 / 128 + 17
+        (96, 8, 64, 41, 128),
+        (32, 4, 1024, 1535, 16),  # 1024 * 8 / 16, and a tile that is not full for each but the first
+        (32, 2, 1024, 2047, 16),
+        (96, 4, 1024, 1407, 64),  # a group of 24 does not fit into 16 rows: 1024 * 24 / 64 + 1023
+    ],
+)
+def test_workspace_holds_what_flashinfer_sets_aside(
+    heads: int, kv_heads: int, sequences: int, tiles: int, tile: int
+) -> None:
+    """float32 values and a log-sum-exp for each row of each tile, as its scheduler.cuh counts in graphs."""
+    shape = AttentionShape(heads, kv_heads, 128, max_num_seqs=sequences)
+    needed = heads * tiles * tile * 129 * 4
+    assert flashinfer_backend.workspace_bytes(shape, num_sms=132) == max(needed, 256 << 20)
 
 
 BORDERS = (1, 2, 15, 16, 17, 31, 32, 33, 48, 49)

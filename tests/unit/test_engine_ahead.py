@@ -144,8 +144,8 @@ class Slots:
         return failed
 
     @property
-    def num_resident(self) -> int:
-        return len(self._resident)
+    def resident(self) -> list[str]:
+        return list(self._resident)
 
     def check_integrity(self) -> None: ...
 

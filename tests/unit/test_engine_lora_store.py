@@ -102,7 +102,7 @@ def test_the_least_recently_used_goes_and_its_slot_is_reused(loader: Loader) -> 
     bring(store, "c")
     assert (store.ready("a"), store.ready("b"), store.ready("c")) == (True, False, True)
     assert store.slot("c") == slot_of_b
-    assert store.num_resident == 2
+    assert len(store.resident) == 2
 
 
 def test_pinned_adapters_stay_and_a_request_without_a_slot_does_nothing(loader: Loader) -> None:
@@ -157,7 +157,7 @@ def test_read_ahead_is_in_order_and_bounded(loader: Loader) -> None:
     store.prefetch(["c", "a", "b", "e", "d"])
     settle(store)
     assert sorted(loader.calls) == ["a", "b", "c"]
-    assert store.num_resident == 0  # staged, not in a slot: nobody has asked
+    assert len(store.resident) == 0  # staged, not in a slot: nobody has asked
     bring(store, "c")
     assert store.ready("c")
     assert sorted(loader.calls) == ["a", "b", "c", "e"]
@@ -252,7 +252,7 @@ def test_random_use_against_a_plain_lru(loader: Loader, seed: int) -> None:
             store.prefetch([lora_id])
             settle(store)
         store.check_integrity()
-        assert list(store._slots) == lru
+        assert store.resident == lru
         assert in_slots(store, loader) == {store.slot(x): x for x in lru}
 
 
@@ -278,5 +278,5 @@ def test_a_load_that_has_its_bytes_asks_for_no_more(loader: Loader) -> None:
     assert store.ready("a")
     loader.gate.set()
     settle(store)
-    assert store.num_resident == 3
+    assert len(store.resident) == 3
     assert sorted(loader.calls) == ["a", "b", "c"]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from punica_batch_kernels.attention.flashinfer_backend import RECURRING_PREFILL
 from scheduler_gold import make_request
 
 from punica_batch.scheduler.batch import BatchArrays, build_arrays
@@ -114,3 +115,4 @@ def test_the_shapes_of_a_full_batch_are_those_that_its_steps_have() -> None:
         prompts: list[tuple[int, int, str | None]] = [] if rows is None else [(rows, 0, None)]
         assert shape_for(step(prompts, decodes), MAX_SEQS) in shapes
     assert shapes == sorted(shapes, key=lambda shape: -shape.num_tokens)
+    assert (shapes[0].prefill_tokens, shapes[0].prefills) == RECURRING_PREFILL  # attention has room for those

@@ -24,12 +24,10 @@ from punica_batch_kernels.attention.types import AttentionMetadata, AttentionSha
 
 HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.float16, torch.bfloat16)
-# For the partial results of sequences that are split; one buffer serves all wrappers, as they run in turn. In graphs
-# FlashInfer splits always, and sets aside what the largest step of the shape could be split into (``PrefillPlan``): of
-# prefills tiles of 128 rows of each head in float32; of decodes on tensor cores up to 1.5 tiles of 16 rows a sequence,
-# 12.1 MiB a head for 1,024 sequences.
+# The least for the partial results of sequences that are split; one buffer serves all wrappers, as they run in turn.
 WORKSPACE_BYTES = 256 << 20
-WORKSPACE_BYTES_A_HEAD = 13 << 20
+# Rows and sequences of the largest prefill that recurs in a graph.
+RECURRING_PREFILL = (256, 18)
 # From this many query heads a key head on, decode keeps tensor cores busy.
 TENSOR_CORE_GROUP = 4
 
@@ -45,6 +43,18 @@ def unsupported(shape: AttentionShape, dtype: torch.dtype, kv_dtype: torch.dtype
     if shape.head_dim not in HEAD_DIMS:
         return f"it has no kernels for heads of size {shape.head_dim}"
     return None
+
+
+def workspace_bytes(shape: AttentionShape, num_sms: int) -> int:
+    """What the largest step sets aside: in a graph FlashInfer splits always, and counts with whatever a step of the
+    graph's shape could be split into, in tiles of float32 rows with a log-sum-exp each (``PrefillPlan`` in its
+    scheduler.cuh). Decodes on tensor cores are prefills of one row there."""
+    group = shape.num_heads // shape.num_kv_heads
+    rows, sequences = RECURRING_PREFILL
+    tiles = max(2 * num_sms // shape.num_kv_heads, -(-rows * group // 128) + sequences - 1)
+    tile = 16 if group <= 16 else 64
+    decode = (-(-shape.max_num_seqs * group // tile) + shape.max_num_seqs - 1) * tile
+    return max(WORKSPACE_BYTES, shape.num_heads * max(128 * tiles, decode) * (shape.head_dim + 1) * 4)
 
 
 def prefill_backend(device: torch.device, dtype: torch.dtype) -> str:
@@ -142,7 +152,7 @@ class FlashInferAttention:
         self._dtype = dtype
         self._device = device
         fastest = prefill_backend(device, dtype)
-        size = max(WORKSPACE_BYTES, shape.num_heads * WORKSPACE_BYTES_A_HEAD)
+        size = workspace_bytes(shape, torch.cuda.get_device_properties(device).multi_processor_count)
         self._workspace = torch.zeros(size, dtype=torch.uint8, device=device)
         try:
             self._wrappers = self._make_wrappers(fastest)

@@ -11,12 +11,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What a model's attention always is, for backends that prepare for it. ``windows``: those that its layers use."""
+    """What a model's attention always is, for backends that prepare for it. ``windows``: those that its layers use;
+    ``max_num_seqs``: decodes of the largest step."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     windows: frozenset[int | None] = frozenset({None})
+    max_num_seqs: int = 1024
 
 
 @dataclass(frozen=True, slots=True, eq=False)
