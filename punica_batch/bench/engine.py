@@ -53,7 +53,11 @@ def _measure_ranks(
     recorder: Recorder, selection: Selection, ranks: tuple[int, ...], device: torch.device, budget: Budget
 ) -> None:
     options, weights = recorder.options, selection.weights
-    with workbench(options.model_shape, dtype=options.dtype, device=device, ranks=ranks, weights=weights) as bench:
+    made = workbench(
+        options.model_shape, dtype=options.dtype, device=device, ranks=ranks, weights=weights,
+        max_cap=max(selection.caps),
+    )  # fmt: skip
+    with made as bench:
         roofs = _Roofs(ceilings(device, bench.model.dtype), ProductTable.measure(bench.model), host_link(device))
         for cap in selection.caps:
             free_memory(device)  # what the measurements before took, or the last engine's cache

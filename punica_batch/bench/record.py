@@ -126,8 +126,9 @@ class Recorder:
         }  # fmt: skip
         path = lines_path(self.name, self.options)
         try:
-            with path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+            with path.open("ab+") as file:
+                torn = file.tell() > 0 and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n"  # by a kill
+                file.write(b"\n" * torn + json.dumps(line).encode() + b"\n")
         except OSError as error:
             raise JobError(f"{path}: {error.strerror}: choose another folder by --results") from error
         self.lines.append(line)

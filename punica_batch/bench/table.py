@@ -10,9 +10,14 @@ from string import ascii_lowercase
 
 from punica_batch.bench.options import SCHEMA_VERSION
 from punica_batch.bench.selection import ADAPTERS, LOADS
-from punica_batch.errors import UsageError
+from punica_batch.errors import JobError, UsageError
 from punica_batch.types import JsonDict
 
+# What tables and figures take of a line.
+_FIELDS = frozenset({
+    "schema_version", "bench", "what", "unit", "median", "p10", "p90", "limit", "headline", "parameters", "model_shape",
+    "dtype", "rank", "quick", "run", "device", "gpu", "driver", "note", "versions", "commit", "command",
+})  # fmt: skip
 # Lines that agree in these were measured alike: of those the latest run counts.
 _ALIKE = ("bench", "gpu", "model_shape", "dtype", "rank", "device")
 # ... and of these benchmarks, which take long, of each point; a quick run does not stand for a whole one.
@@ -39,12 +44,20 @@ def markdown(results: Path, *, everything: bool = False) -> str:
 
 
 def read_lines(results: Path) -> list[JsonDict]:
-    """The lines of every file that ``Recorder`` wrote, in the order of their writing."""
+    """The lines of every file that ``Recorder`` wrote, in the order of their writing; others' are passed over. Raises
+    ``JobError`` for what is no JSON."""
     lines = []
     for path in sorted(results.glob("*.jsonl")):
-        for text in path.read_text(encoding="utf-8").splitlines():
-            line = json.loads(text)
-            if "bench" in line and line.get("schema_version") == SCHEMA_VERSION:
+        try:
+            texts = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeError) as error:
+            raise JobError(f"{path} cannot be read as text ({type(error).__name__}): move it away") from error
+        for number, text in enumerate(texts, 1):
+            try:
+                line = json.loads(text)
+            except ValueError as error:
+                raise JobError(f"{path}, line {number}: not whole, as after a kill: delete the line") from error
+            if isinstance(line, dict) and line.keys() >= _FIELDS and line["schema_version"] == SCHEMA_VERSION:
                 lines.append(line)
     return lines
 

@@ -112,16 +112,18 @@ def workbench(
     device: torch.device,
     ranks: Sequence[int] = (16,),
     weights: RandomWeights = "normal",
+    max_cap: int = 1024,
 ) -> Iterator[Workbench]:
-    """Weights are made once and last as long as the block; so do the adapter files, which lie in memory where there is
-    room (``/dev/shm``), as a page cache would hold them."""
+    """For engines of up to ``max_cap`` rows at a time. Weights are made once and last as long as the block; so do the
+    adapter files, which lie in memory where there is room (``/dev/shm``), as a page cache would hold them."""
     config = ModelConfig.from_dict(SHAPES[shape], where=f"shape {shape}")
     parameters = sum(out + into for name, (out, into) in config.lora_modules().items() if ".layers." in name)
     size = sum(ranks[i % len(ranks)] * parameters * DTYPE_BYTES[dtype] for i in range(FOLDERS))
     with tempfile.TemporaryDirectory(dir=memory_folder(size)) as root:
         settings = EngineSettings(
-            model="random", dtype=dtype, kv_cache_dtype=dtype, device=str(device), num_blocks=1, max_model_len=1
-        )
+            model="random", dtype=dtype, kv_cache_dtype=dtype, device=str(device), num_blocks=1, max_model_len=1,
+            max_num_seqs=max_cap, max_num_batched_tokens=max_cap,
+        )  # fmt: skip
         kernels = engine_kernels(config, settings)
         model = random_weights(config, getattr(torch, dtype), device, kernels=kernels, values=weights)
         folders = write_adapters(Path(root), config, ranks, dtype, device)

@@ -8,9 +8,7 @@ more rows.
 
 from __future__ import annotations
 
-import json
 import os
-import shlex
 import time
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -21,14 +19,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from punica_batch.data.files import InputFile
+from punica_batch.data.files import InputFile, how_to_convert
 from punica_batch.data.paths import is_local
 from punica_batch.errors import InputError, JobError, StoreAway
 
 READ_ROWS = 64  # rows decoded at a time: a value repeated through a dictionary can be huge whatever the footer says
 READ_BUFFER_BYTES = 256 << 10
 _RETRIES = 5
-_SEPARATORS = {".csv": "", ".tsv": ', parse_options=c.ParseOptions(delimiter="\\t")'}
+_SEPARATORS = {".csv": "", ".tsv": ', parse_options=r.ParseOptions(delimiter="\\t")'}
 
 
 @dataclass(frozen=True)
@@ -56,21 +54,15 @@ def open_parquet(file: InputFile) -> pq.ParquetFile:
     except FileNotFoundError as error:
         raise InputError(f"{file.name} is gone: was it moved while the job was running?") from error
     except (pa.ArrowException, OSError) as error:
-        why = _how_to_convert(file) or _reason(error)
+        why = _why_csv(file) or _reason(error)
         raise InputError(f"{file.name} is not a readable Parquet file: {why}") from error
 
 
-def _how_to_convert(file: InputFile) -> str | None:
+def _why_csv(file: InputFile) -> str | None:
     """For a file that is CSV by its name."""
-    stem, suffix = os.path.splitext(file.path.removesuffix(".gz"))
+    suffix = os.path.splitext(file.path.removesuffix(".gz"))[1]
     options = _SEPARATORS.get(suffix.lower())
-    if options is None:
-        return None
-    if not is_local(file.store):
-        return "CSV is not read: convert it to Parquet"
-    source, target = json.dumps(file.path), json.dumps(f"{stem}.parquet")
-    code = f"import pyarrow.csv as c, pyarrow.parquet as p; p.write_table(c.read_csv({source}{options}), {target})"
-    return f"CSV is not read: convert it to Parquet: {shlex.join(['python', '-c', code])}"
+    return None if options is None else f"CSV is not read: {how_to_convert(file, 'csv', options)}"
 
 
 class Cursor:

@@ -12,7 +12,9 @@ last 64 KiB): nothing is read whole just to be named.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -112,6 +114,16 @@ def read_error(file: InputFile, error: OSError) -> Exception:
     if is_local(file.store) or isinstance(error, PermissionError):
         return InputError(f"cannot read {file.name}: {reason}")
     return StoreAway(f"cannot read {file.name}: {reason}; run the same command again when the store answers")
+
+
+def how_to_convert(file: InputFile, kind: str, options: str = "") -> str:
+    """What to do with a file that pyarrow's ``kind`` ("csv", "json") reads; a command for a local one."""
+    if not is_local(file.store):
+        return "convert it to Parquet"
+    source, target = json.dumps(file.path), json.dumps(f"{os.path.splitext(file.path.removesuffix('.gz'))[0]}.parquet")
+    read = f"r.read_{kind}({source}{options})"
+    code = f"import pyarrow.{kind} as r, pyarrow.parquet as p; p.write_table({read}, {target})"
+    return f"convert it to Parquet: {shlex.join(['python', '-c', code])}"
 
 
 def find_files(config: JobConfig) -> list[InputFile]:

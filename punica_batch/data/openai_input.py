@@ -8,15 +8,17 @@ not what it should be is that row's own error: ``__error__`` holds ``code: sente
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import islice
+from typing import Any
 
 import pyarrow as pa
 
 from punica_batch.config import JobConfig
 from punica_batch.data.columns import ERROR_COLUMN, OPTIONS, WorkColumns, work_schema
-from punica_batch.data.files import FileIdentity, InputFile, ends_digest, read_error
+from punica_batch.data.files import FileIdentity, InputFile, ends_digest, how_to_convert, read_error
 from punica_batch.data.openai_request import parse_line
 from punica_batch.data.paths import is_local
 from punica_batch.errors import InputError
@@ -111,13 +113,15 @@ class OpenAIInput:
 
 
 def _index(file: InputFile) -> tuple[list[int], int]:
-    """Offsets of every 1024th row, and the number of rows."""
+    """Offsets of every 1024th row, and the number of rows. Raises ``InputError`` for lines of another kind."""
     offsets: list[int] = []
     rows = position = 0
     try:
         with file.open() as stream:
             for line in stream:
                 if line.strip():
+                    if rows == 0:
+                        _refuse_other_lines(file, line)
                     if rows % _INDEX_ROWS == 0:
                         offsets.append(position)
                     rows += 1
@@ -125,6 +129,19 @@ def _index(file: InputFile) -> tuple[list[int], int]:
     except OSError as error:
         raise read_error(file, error) from error
     return offsets, rows
+
+
+def _refuse_other_lines(file: InputFile, first: bytes) -> None:
+    """A file of JSON lines that are no requests at all would fail row by row."""
+    try:
+        line: Any = json.loads(first.decode("utf-8-sig"))
+    except (ValueError, RecursionError):
+        return
+    if isinstance(line, dict) and line and not {"custom_id", "method", "url", "body"} & line.keys():
+        raise InputError(
+            f"{file.name}: JSON lines are read as OpenAI Batch requests, and its first line has nothing of one "
+            f"(custom_id, body); {how_to_convert(file, 'json')}"
+        )
 
 
 def _work_columns(config: JobConfig) -> WorkColumns:

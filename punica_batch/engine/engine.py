@@ -82,7 +82,7 @@ class Engine:
     def step(self) -> list[RowResult]:
         """Enqueues a step of the batch. Answers the rows (all samples) that have been found to end since the last
         call: with ``steps_ahead``, those of the step before."""
-        self._fail_rows_of(self.lora_store.poll())
+        self._fail_rows_of(self.lora_store.poll(rows_run=self._scheduler.num_running > 0))
         batch = self._scheduler.schedule()
         if batch is not None:
             self._enqueue(batch)

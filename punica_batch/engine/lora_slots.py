@@ -26,7 +26,11 @@ class LoraSlots:
         self._weights: dict[str, LoadedLora] = {}  # of _slots
         self._pins: Counter[str] = Counter()
         self._awaited: set[str] = set()  # of _slots: asked for, and not pinned yet
-        self._fresh: set[str] = set()  # of _awaited: the scheduler has not seen them yet
+        self._fresh: set[str] = set()  # of _awaited: the scheduler has not had a turn with them yet
+        self._untried: set[str] = set()  # of _awaited: nor one that began with nothing running
+        self._rows_run = False  # at the turn's beginning
+        self._left: set[str] = set()  # not pinned any more, since the last ``begin_turn``
+        self._resting: set[str] = set()  # since the one before: the scheduler may just be about to pin them again
 
     def __contains__(self, lora_id: str) -> bool:
         return lora_id in self._slots
@@ -45,8 +49,9 @@ class LoraSlots:
         return len(self._pins) >= self._max_loras
 
     @property
-    def any_pinned(self) -> bool:
-        return bool(self._pins)
+    def in_use(self) -> bool:
+        """Whether any row runs, those of the base model included."""
+        return bool(self._pins) or self._rows_run
 
     def use(self, lora_id: str) -> bool:
         """Whether it is resident, and thereby its most recent use."""
@@ -64,19 +69,31 @@ class LoraSlots:
         self._pins[lora_id] -= 1
         if not self._pins[lora_id]:
             del self._pins[lora_id]
+            self._left.add(lora_id)
             self.changes += 1
 
-    def seen(self) -> None:
-        """The scheduler had its turn with all that is resident."""
+    def begin_turn(self, *, rows_run: bool) -> None:
+        """The scheduler had its turn with all that is resident, and has the next after this."""
         self._fresh.clear()
+        if not self._rows_run:
+            self._untried.clear()
+        elif not rows_run:
+            self.changes += 1
+        self._resting, self._left = self._left, set()
+        self._rows_run = rows_run
 
-    def idle(self) -> tuple[str | None, str | None]:
-        """What can make way: the least recently used adapter that rows ran on and none does now, and of those that no
-        row has run on yet. The latter only while nothing runs, and after the scheduler could have run it: adapters that
-        exceed the room together would make way for each other, load after load."""
-        idle = [i for i in self._slots if i not in self._pins]
-        awaited = None if self._pins else next((i for i in idle if i in self._awaited and i not in self._fresh), None)
-        return next((i for i in idle if i not in self._awaited), None), awaited
+    def used(self, *, rested: bool = False) -> str | None:
+        """The least recently used adapter that rows ran on and none does now; with ``rested`` also none in the turn
+        before, as further rows of it may wait."""
+        keep = self._left | self._resting if rested else ()
+        return next((i for i in self._slots if i not in self._pins and i not in self._awaited and i not in keep), None)
+
+    def awaited(self) -> str | None:
+        """The least recently used adapter that no row has run on yet, while nothing runs and after the scheduler could
+        have run it: adapters that exceed the room together would make way for each other, load after load."""
+        if self.in_use:
+            return None
+        return next((i for i in self._slots if i in self._awaited and i not in self._untried), None)
 
     def fill(self, lora_id: str, loaded: LoadedLora) -> bool:
         """Puts an adapter into a free slot, else into that of the least recently used one that nothing runs on; False
@@ -92,6 +109,7 @@ class LoraSlots:
         self._weights[lora_id] = loaded
         self._awaited.add(lora_id)
         self._fresh.add(lora_id)
+        self._untried.add(lora_id)
         self.changes += 1
         return True
 
@@ -100,6 +118,7 @@ class LoraSlots:
         slot = self._slots.pop(lora_id)
         self._awaited.discard(lora_id)
         self._fresh.discard(lora_id)
+        self._untried.discard(lora_id)
         loaded = self._weights.pop(lora_id)
         loaded.uninstall(self._model_lora, slot, self._tables)
         loaded.release(was_installed=True)

@@ -49,6 +49,7 @@ class LoraStore:
     ) -> None:
         self.model_lora = model_lora
         self.failures: dict[str, RowError] = {}
+        self._newly_failed: list[str] = []  # not told of yet
         self._slots = LoraSlots(model_lora, max_loras, tables)
         self._arena = arena
         self._read_ahead = read_ahead
@@ -61,7 +62,9 @@ class LoraStore:
         self._usual_nbytes = 0  # expected of others: as the last one
         self._short_of_memory = Counter[str]()
         self._changes = 0  # of what could give room, beside the slots'
-        self._stuck_at = (-1, 0, 0)  # the ``_state`` in which there was none
+        self._stuck_at = dict[
+            bool, tuple[int, int, int]
+        ]()  # by "was asked for": the ``_state`` in which there was none
 
     # -- the scheduler's questions (AdapterSlots) --
 
@@ -114,11 +117,12 @@ class LoraStore:
                 self._planned[lora_id] = None
         self._start_planned()
 
-    def poll(self) -> list[str]:
-        """Puts what was asked for and has been loaded into slots. Answers the adapters found unusable since the last
-        call, which are now in ``failures``. Raises ``Interrupted`` (``StoreAway``) when a store cannot be reached."""
-        failed = []
-        self._slots.seen()
+    def poll(self, *, rows_run: bool = False) -> list[str]:
+        """Once before each turn of the scheduler: puts what was asked for and has been loaded into slots.
+        ``rows_run``: whether any row does, those of the base model included. Answers the adapters found unusable since
+        the last call, which are now in ``failures``. Raises ``Interrupted`` (``StoreAway``) when a store cannot be
+        reached."""
+        self._slots.begin_turn(rows_run=rows_run)
         while (ended := self._loads.take()) is not None:
             lora_id, outcome = ended
             self._changes += 1
@@ -129,7 +133,6 @@ class LoraStore:
                 self._try_again(lora_id, self._nbytes.get(lora_id, self._usual_nbytes))
             elif (error := self._error(lora_id, outcome)) is not None:
                 self._fail(lora_id, error)
-                failed.append(lora_id)
         for lora_id in [i for i in self._requested if i in self._loaded]:
             if not self._slots.fill(lora_id, self._loaded[lora_id]):
                 break
@@ -137,6 +140,7 @@ class LoraStore:
             del self._requested[lora_id]
         self._start_requested()
         self._start_planned()
+        failed, self._newly_failed = self._newly_failed, []
         return failed
 
     def wait(self, timeout: float) -> None:
@@ -209,7 +213,7 @@ class LoraStore:
         """Whether the arena keeps, or now gets, the bytes that this adapter is expected to take."""
         if self._arena is None:
             return True
-        if self._stuck_at == self._state():
+        if self._stuck_at.get(lora_id in self._requested) == self._state():
             return False
         while not self._arena.reserve(lora_id, self._nbytes.get(lora_id, self._usual_nbytes)):
             if not self._give_way(lora_id):
@@ -220,13 +224,12 @@ class LoraStore:
         """Frees another's bytes for an adapter: those of one that nothing runs on; for one that was asked for also what
         was only read ahead, which is read again in its turn. Answers whether there was any."""
         is_requested = lora_id in self._requested
-        used, awaited = self._slots.idle()
-        if used is not None:
+        if (used := self._slots.used(rested=not is_requested)) is not None:
             self._slots.evict(used)
         elif is_requested and (staged := self._staged()):
             self._drop(staged[-1])
             self._planned = {staged[-1]: None, **self._planned}
-        elif is_requested and awaited is not None:
+        elif is_requested and (awaited := self._slots.awaited()) is not None:
             self._slots.evict(awaited)
         else:
             return False
@@ -239,9 +242,10 @@ class LoraStore:
         self._nbytes[lora_id] = nbytes
         if lora_id not in self._requested:
             self._planned = {lora_id: None, **self._planned}
-        # what was in its way may be gone by now: it waits only where something is left that can go
-        if not self._give_way(lora_id) and (len(self._loads) or self._slots.any_pinned):
-            self._stuck_at = self._state()
+        # what was in its way may be gone by now: what rows wait for waits only where something is left that can go
+        is_requested = lora_id in self._requested
+        if not self._give_way(lora_id) and (not is_requested or len(self._loads) or self._slots.in_use):
+            self._stuck_at[is_requested] = self._state()
 
     def _state(self) -> tuple[int, int, int]:
         """Differs once there may be more room than before: something has gone, or may go."""
@@ -258,6 +262,7 @@ class LoraStore:
         if self._sha256.get(lora_id, outcome.sha256) != outcome.sha256:
             outcome.release(was_installed=False)
             return AdapterError(f"adapter {lora_id!r}: its files have changed since its first rows ran")
+        del self._short_of_memory[lora_id]
         self._nbytes[lora_id] = self._usual_nbytes = outcome.nbytes
         self._loaded[lora_id] = outcome
         return None
@@ -266,3 +271,4 @@ class LoraStore:
         """Its rows end, and it is not tried again."""
         self._requested.pop(lora_id, None)
         self.failures[lora_id] = row_error(lora_id, error)
+        self._newly_failed.append(lora_id)

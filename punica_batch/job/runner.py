@@ -136,9 +136,11 @@ def _advice(config: JobConfig, state: JobState) -> str:
     """What goes on after a stop for too many errors, and what does not: failed rows are journalled as such."""
     if config.on_error == "raise":
         return "mend the cause, then run the same command again, which tries that row anew"
+    retry = retry_command(config, state.base.shown)
     return (
-        f"rows that failed stay so. Mend the adapters, and `{retry_command(config, state.base.shown)}` runs them and "
-        "the rest; or run again with a higher --max-errors; a changed input needs `run --overwrite`"
+        f"rows that failed stay so. For what is wrong in adapters, mend them: `{retry}` runs these rows and the rest. "
+        "For what is wrong in rows, correct the input: it then needs `run --overwrite`. To go on as it is, run again "
+        "with a higher --max-errors"
     )
 
 

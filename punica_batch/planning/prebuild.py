@@ -44,7 +44,8 @@ def engine_settings(config: JobConfig, kind: str) -> tuple[EngineSettings, tuple
     model = ModelConfig.from_folder(folder)
     dtypes = resolve_dtypes(config, model.torch_dtype, kind)
     ranks, targets = _adapters(config, model)
-    batch, tokens = config.max_num_seqs or MAX_BATCH, batched_tokens(config, kind)
+    tokens = batched_tokens(config, kind)
+    batch = config.max_num_seqs or min(MAX_BATCH, tokens)
     if kind == "cpu":  # whose kernels are the same for any batch
         batch, tokens = min(batch, _CPU_BATCH), min(tokens, _CPU_TOKENS)
     settings = EngineSettings(

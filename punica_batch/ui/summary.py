@@ -27,7 +27,10 @@ def summary_view(summary: JobSummary, *, is_retry: bool = False, retry_with: str
     if not summary.already_complete:
         facts |= _of_this_run(summary)
     if summary.rows_error and retry_with is not None:
-        facts["retry"] = f"{retry_with} (runs the error rows again, with adapters as they are then)"
+        facts["retry"] = (
+            f"{retry_with} (runs the error rows again, with adapters as they are then; rows that are wrong "
+            "themselves need a corrected input, and --overwrite)"
+        )
     warnings = [Text(f"warning: {line}", style="yellow") for line in summary.warnings]
     return Group(facts_view(facts), *warnings)
 

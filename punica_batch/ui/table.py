@@ -9,7 +9,9 @@ from typing import Any
 
 import fsspec
 import pyarrow.parquet as pq
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -22,8 +24,8 @@ _ROW = " row"  # the row's number among the columns; no input column is likely t
 
 class OutputTable:
     """The first ``limit`` rows of a finished output: adapter, prompt, answer or error. Where the output carries no
-    prompt, the row's id stands there, or its number. Cells are cut to the terminal's width, elsewhere to a table of
-    100 columns; line breaks are shown as ``⏎``."""
+    prompt, the row's id stands there, or its number. Cells lose their middle where the terminal, elsewhere a table of
+    100 columns, has no room for them; line breaks are shown as ``⏎``."""
 
     def __init__(self, output: str, config: JobConfig, limit: int) -> None:
         self._config = config
@@ -46,7 +48,7 @@ class OutputTable:
         table.add_column("answer")
         for row in self._rows:
             first = _prompt(row, config) if asked else row.get(other)
-            cells = [_cut(_one_line(first)), _answer(row, config)]
+            cells = [_Cut(_one_line(first)), _answer(row, config)]
             table.add_row(*([Text(_one_line(row[config.lora_column] or "(base)")), *cells] if named else cells))
         return table
 
@@ -95,21 +97,41 @@ def _prompt(row: JsonDict, config: JobConfig) -> Any:
     return prompt
 
 
-def _answer(row: JsonDict, config: JobConfig) -> Text:
+def _answer(row: JsonDict, config: JobConfig) -> _Cut:
     """One line, or one for each of several answers."""
     error = row.get(f"{config.output_prefix}error")
     if error is not None:
-        return _cut(f"✗ {_one_line(error)}", "red")
+        return _Cut(f"✗ {_one_line(error)}", "red")
     answer = row.get(f"{config.output_prefix}generation")
     if not isinstance(answer, list):
-        return _cut(_one_line(answer), "green")
+        return _Cut(_one_line(answer), "green")
     if len(answer) == 1:
-        return _cut(_one_line(answer[0]), "green")
-    return _cut("\n".join(f"{i}: {_one_line(each)}" for i, each in enumerate(answer, 1)), "green")
+        return _Cut(_one_line(answer[0]), "green")
+    return _Cut("\n".join(f"{i}: {_one_line(each)}" for i, each in enumerate(answer, 1)), "green")
 
 
-def _cut(text: str, style: str = "") -> Text:
-    return Text(text, style=style, no_wrap=True, overflow="ellipsis")
+class _Cut:
+    """Lines that lose their middle where they are too long: prompts and answers often part at the end alone."""
+
+    def __init__(self, text: str, style: str = "") -> None:
+        self._lines = text.split("\n")
+        self._style = style
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        widest = max(map(cell_len, self._lines))
+        return Measurement(min(widest, 1), widest).with_maximum(options.max_width)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for line in self._lines:
+            yield Text(_within(line, options.max_width), style=self._style, no_wrap=True, overflow="crop")
+
+
+def _within(line: str, width: int) -> str:
+    if cell_len(line) <= width:
+        return line
+    tail = width // 3
+    end = set_cell_size(line[::-1], tail)[::-1].lstrip()
+    return f"{set_cell_size(line, width - 1 - cell_len(end)).rstrip()}…{end}"
 
 
 def _one_line(value: Any) -> str:

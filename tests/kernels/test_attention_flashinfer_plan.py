@@ -104,6 +104,7 @@ def attention(heads: int, kv_heads: int, *windows: int | None, fastest: str = "f
         (96, 8, 64, 41, 128),
         (32, 4, 1024, 1535, 16),  # 1024 * 8 / 16, and a tile that is not full for each but the first
         (32, 2, 1024, 2047, 16),
+        (71, 1, 256, 397, 128),  # of 71 into no 64 rows: 256 * 71 / 128 + 255
         (96, 4, 1024, 1407, 64),  # a group of 24 does not fit into 16 rows: 1024 * 24 / 64 + 1023
     ],
 )

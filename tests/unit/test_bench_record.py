@@ -106,6 +106,16 @@ def test_budget() -> None:
     assert not BenchOptions().budget().is_spent
 
 
+def test_a_torn_line_is_named_and_takes_no_other_with_it(tmp_path: Path) -> None:
+    (tmp_path / "demo.jsonl").write_text('{"schema_version": 1, "bench": "demo"}\nnull\n{"torn')
+    Recorder("demo", options(tmp_path)).write("latency", "us", 1.0, headline=True)
+    with pytest.raises(JobError, match=r"demo\.jsonl, line 3: not whole, as after a kill: delete the line"):
+        markdown(tmp_path)
+    lines = (tmp_path / "demo.jsonl").read_text().splitlines()
+    (tmp_path / "demo.jsonl").write_text("\n".join(line for line in lines if line != '{"torn'))
+    assert [line["median"] for line in read_lines(tmp_path)] == [1.0]
+
+
 def test_table_shows_the_latest_run_of_each_shape(tmp_path: Path) -> None:
     for value in (10.0, 20.0):
         recorder = Recorder("demo", options(tmp_path))

@@ -77,14 +77,22 @@ def test_a_longer_context_is_proposed_only_where_the_model_has_one(job: Path) ->
             assert "shorten the prompt" in result.error
 
 
-@pytest.mark.parametrize(("name", "separator"), [("it's.csv", ","), ("x.TSV", "\t")])
-def test_csv_is_refused_with_the_command_that_converts_it(
-    job: Path, capsys: pytest.CaptureFixture[str], name: str, separator: str
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        ("it's.csv", "prompt,lora_id\nhello,good\n", "CSV is not read"),
+        ("x.TSV", "prompt\tlora_id\nhello\tgood\n", "CSV is not read"),
+        ("x.jsonl", '{"prompt": "hello", "lora_id": "good"}\n', "JSON lines are read as OpenAI Batch requests"),
+    ],
+)
+def test_files_of_other_kinds_are_refused_with_the_command_that_converts_them(
+    job: Path, capsys: pytest.CaptureFixture[str], name: str, text: str, reason: str
 ) -> None:
-    (job.parent / name).write_text(f"prompt{separator}lora_id\nhello{separator}good\n")
+    (job.parent / name).write_text(text)
     assert cli.execute(["validate", str(job.parent / name)]) == 4
     err = capsys.readouterr().err
-    assert "CSV is not read: convert it to Parquet: python -c " in err
+    assert reason in err
+    assert "convert it to Parquet: python -c " in err
     _, option, code = shlex.split(err[err.index("python -c") :])
     subprocess.run([sys.executable, option, code], check=True)
     converted = pq.read_table((job.parent / name).with_suffix(".parquet"))

@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,9 +57,10 @@ class Loaded:
 
 
 class Adapters:
-    """Of ``sizes`` bytes, in an arena of ``room`` of them. The first loads of ``short`` ones lack memory elsewhere."""
+    """Of ``sizes`` bytes, in an arena of ``room`` of them. Loads of these numbers of ``short`` ones lack memory
+    elsewhere."""
 
-    def __init__(self, sizes: dict[str, int], room: int, short: dict[str, int] | None = None) -> None:
+    def __init__(self, sizes: dict[str, int], room: int, short: dict[str, range] | None = None) -> None:
         self.sizes, self.arena, self.loads, self.short = sizes, Arena(room), Counter[str](), short or {}
         self._lock, self._delays = threading.Lock(), random.Random(room)
 
@@ -67,14 +69,20 @@ class Adapters:
             self.loads[name] += 1
             delay = self._delays.random() / 1000
         time.sleep(delay)
-        if self.loads[name] <= self.short.get(name, 0):
+        if self.loads[name] in self.short.get(name, ()):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return Loaded(f"sha-{name}", self.arena, self.arena.allocate(self.sizes[name], name), self.sizes[name])
 
 
-def run(adapters: Adapters, rows: list[str], slots: int, threads: int = 2, ahead: int = 1) -> dict[int, RowResult]:
+def run(
+    adapters: Adapters, rows: Sequence[str | None], slots: int, threads: int = 2, ahead: int = 1, max_num_seqs: int = 8,
+    tokens: Mapping[str | None, int] | None = None, step: float = 0.0,
+) -> dict[int, RowResult]:  # fmt: skip
+    """``rows``: their adapters; ``tokens``: of a row's answer, by adapter, 5 if none is named; ``step``: seconds that a
+    step takes, of 1 ms at most that a load does."""
     settings = EngineSettings(
-        model="model", num_blocks=64, block_size=4, max_num_seqs=8, max_num_batched_tokens=32, max_model_len=40,
+        model="model", num_blocks=64, block_size=4, max_num_seqs=max_num_seqs, max_num_batched_tokens=32,
+        max_model_len=40,
         max_loras=slots, adapters={name: AdapterSpec(name, f"/{name}") for name in adapters.sizes},
     )  # fmt: skip
     store: Any = LoraStore(
@@ -84,12 +92,13 @@ def run(adapters: Adapters, rows: list[str], slots: int, threads: int = 2, ahead
     runner: Any = ScriptedRunner(lambda row, sample: [1] * 100, store.slot)
     engine = Engine(runner, store, Endings(letters(), frozenset({EOS}), 40), settings, steps_ahead=ahead)
     for number, name in enumerate(rows):
-        engine.add(row(number, lora_id=name))
+        engine.add(row(number, lora_id=name, max_tokens=(tokens or {}).get(name, 5)))
     results: dict[int, RowResult] = {}
     end = time.monotonic() + 30  # far more than all of it takes
     while engine.has_work and time.monotonic() < end:
         results |= {result.row: result for result in engine.step()}
         store.check_integrity()
+        time.sleep(step)
     engine.close()
     assert sorted(results) == list(range(len(rows))), f"{dict(adapters.loads)} loads, {adapters.arena.free_bytes} free"
     return results
@@ -128,7 +137,7 @@ def test_what_is_awaited_stays_while_rows_run() -> None:
 
 def test_a_load_short_of_memory_is_tried_again_and_not_forever() -> None:
     """Nor does what it had reserved stand in its way: two of them do not fit side by side."""
-    adapters = Adapters({"a": 12, "b": 12, "c": 12}, room=20, short={"a": 2, "b": 100})
+    adapters = Adapters({"a": 12, "b": 12, "c": 12}, room=20, short={"a": range(1, 3), "b": range(1, 100)})
     results = run(adapters, ["a", "b", "c"], slots=2)
     assert results[0].error is None
     assert results[1].error is not None
@@ -136,6 +145,35 @@ def test_a_load_short_of_memory_is_tried_again_and_not_forever() -> None:
     assert results[2].error is None
     assert 3 <= adapters.loads["a"] <= 6
     assert adapters.loads["b"] == 4
+
+
+def test_loads_short_of_memory_are_counted_anew_after_one_that_was_not() -> None:
+    adapters = Adapters({"a": 12, "b": 12}, room=20, short={"a": range(1, 100, 2)})
+    results = run(adapters, ["a", "b"] * 12, slots=1, max_num_seqs=1)
+    assert adapters.loads["a"] >= 8, "one makes way for the other"
+    assert all(result.error is None for result in results.values())
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_what_is_awaited_stays_while_rows_of_the_base_model_fill_the_batch(ahead: int) -> None:
+    adapters = Adapters({"a": 11, "b": 11}, room=20)
+    run(adapters, [*[None] * 8, "a", "b"], slots=2, ahead=ahead, max_num_seqs=4, tokens={None: 30}, step=0.001)
+    assert adapters.loads.total() <= 4
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_an_adapter_whose_rows_end_in_one_step_stays_for_those_that_wait(ahead: int) -> None:
+    adapters = Adapters(dict.fromkeys("abcd", 10), room=20)
+    rows = [name for name in "abcd" for _ in range(60)]
+    run(adapters, rows, slots=2, ahead=ahead, tokens=dict.fromkeys("abcd", 1), step=0.001)
+    assert adapters.loads.total() <= 12
+
+
+def test_what_is_read_ahead_and_finds_no_room_in_one_piece_waits_for_a_change() -> None:
+    """Between those of the others: its bytes are free, and nothing can go."""
+    adapters = Adapters({"u": 2, "x": 3, "s": 3, "p": 3}, room=10)
+    run(adapters, ["u", *[None] * 8, "x", "s", "p"], slots=1, threads=1, max_num_seqs=4, tokens={None: 30}, step=0.001)
+    assert adapters.loads.total() <= 12
 
 
 @pytest.mark.parametrize("max_loras", [1, 4, 64])

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 import torch
 from punica_batch_kernels.sgmv.types import LoraGroup, SlotWeights
 
-from punica_batch.engine.lora_arena import Arena
+from punica_batch.engine.lora_arena import Arena, NoRoom
 from punica_batch.engine.lora_pack import PackedAdapter
 from punica_batch.engine.lora_store import LoraStore
 from punica_batch.errors import AdapterError, RowError, StoreAway
@@ -254,6 +255,38 @@ def test_random_use_against_a_plain_lru(loader: Loader, seed: int) -> None:
         store.check_integrity()
         assert store.resident == lru
         assert in_slots(store, loader) == {store.slot(x): x for x in lru}
+
+
+def test_a_failure_beside_a_store_that_is_away_is_told_of_later(loader: Loader) -> None:
+    store = make(loader)
+    loader.bad = {"a": AdapterError("broken"), "b": StoreAway("away")}
+    loader.gate.clear()
+    store.request("a")
+    store.request("b")
+    loader.gate.set()
+    while store._loads._ended.qsize() < 2:
+        time.sleep(0.001)
+    with pytest.raises(StoreAway):
+        store.poll()
+    del loader.bad["b"]
+    assert settle(store) == ["a"]
+
+
+def test_a_load_without_room_comes_again_when_rows_of_the_base_model_end(loader: Loader) -> None:
+    model_lora = ModelLora([], LoraGroup(1, (0, 1), [None]), [None])
+    store = LoraStore(model_lora, loader, max_loras=1, read_ahead=0, arena=Arena(NBYTES))
+    loader.bad = {"a": NoRoom(NBYTES)}
+    store.request("a")
+    while not loader.calls or len(store._loads):
+        store.poll(rows_run=True)
+    for _ in range(3):
+        store.poll(rows_run=True)
+    assert loader.calls == ["a"], "nothing has changed"
+    loader.bad = {}
+    store.poll()
+    store.wait(10)
+    store.poll()
+    assert store.ready("a")
 
 
 def test_a_load_that_has_its_bytes_asks_for_no_more(loader: Loader) -> None:

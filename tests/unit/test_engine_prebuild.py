@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
+from punica_batch.config import JobConfig
 from punica_batch.engine import prebuild
 from punica_batch.engine.engine import Engine
 from punica_batch.engine.kernel_cache import KernelBuild
 from punica_batch.engine.prebuild import Load, decode_loads, longest_prompt, prefill_loads
 from punica_batch.engine.settings import EngineSettings
 from punica_batch.errors import JobError, ModelError
+from punica_batch.planning.prebuild import engine_settings
 from punica_batch.types import AdapterSpec
 from punica_batch.workers.devices import cpu_devices
 from punica_batch.workers.prebuild import build_kernels
@@ -102,3 +104,10 @@ def test_prefill_loads_reach_the_largest_step() -> None:
         assert max(tokens for _, tokens, _ in found) == longest
         assert longest == min(chosen.max_num_batched_tokens, chosen.max_model_len - 4)
         assert {distinct for _, _, distinct in found} == {0, 1, 3}
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_fewer_tokens_a_step_than_rows_make_a_smaller_batch(kind: str) -> None:
+    config = JobConfig(model=str(MODEL), adapters=str(MODEL.parent / "adapters.toml"), max_num_batched_tokens=3)
+    settings, _, _ = engine_settings(config, kind)
+    assert (settings.max_num_seqs, settings.max_num_batched_tokens) == (3, 3)

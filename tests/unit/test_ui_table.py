@@ -8,6 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from rich.cells import cell_len
 from rich.console import Console
 
 from punica_batch.config import JobConfig
@@ -89,6 +90,14 @@ def test_off_a_terminal_rows_keep_to_100_columns(tmp_path: Path) -> None:
     assert len(printed) == 4
     assert all(90 < len(line) <= 100 for line in printed[1:])
     assert all(line.count("…") == 2 for line in printed[1:])
+
+
+def test_what_parts_at_the_end_shows_although_cells_are_cut(tmp_path: Path) -> None:
+    row = {"lora_id": "redact", "prompt": f"{'字 ' * 60}at <a@b.example>", "generation": f"{'字 ' * 60}at [EMAIL]"}
+    pq.write_table(pa.Table.from_pylist([{**row, "error": None}], schema=SCHEMA), tmp_path / "x.parquet")
+    line = shown(tmp_path / "x.parquet").splitlines()[1]
+    assert cell_len(line) <= 100
+    assert line.index("字") < line.index("…") < line.index("<a@b.example>") < line.index("[EMAIL]")
 
 
 def test_openai_lines(tmp_path: Path) -> None:

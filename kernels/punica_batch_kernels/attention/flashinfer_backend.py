@@ -52,7 +52,7 @@ def workspace_bytes(shape: AttentionShape, num_sms: int) -> int:
     group = shape.num_heads // shape.num_kv_heads
     rows, sequences = RECURRING_PREFILL
     tiles = max(2 * num_sms // shape.num_kv_heads, -(-rows * group // 128) + sequences - 1)
-    tile = 16 if group <= 16 else 64
+    tile = 16 if group <= 16 else 64 if group <= 64 or shape.head_dim >= 256 else 128
     decode = (-(-shape.max_num_seqs * group // tile) + shape.max_num_seqs - 1) * tile
     return max(WORKSPACE_BYTES, shape.num_heads * max(128 * tiles, decode) * (shape.head_dim + 1) * 4)
 
