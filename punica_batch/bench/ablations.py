@@ -34,7 +34,7 @@ def run(options: BenchOptions) -> None:
 
 def measure_add_on(recorder: Recorder, device: torch.device, roof: Ceilings, budget: Budget) -> None:
     """Over a hidden x hidden projection, where every row has an adapter of its own and where all have the same: SGMV as
-    it is, and with one thing changed. µs a layer."""
+    it is, and with one thing changed. µs a projection."""
     options = recorder.options
     rows = options.pick(full=[1, 4, 16, 32, 64, 128, 256], quick=[16, 64], tiny=[1, 4])
     layers = options.pick(full=64, quick=32, tiny=2)
@@ -95,7 +95,7 @@ def draw(recorder: Recorder) -> None:
                 curve(axes, recorder.select("add-on", popularity=kind, variant=name), "rows", name)
             limit_curve(axes, recorder.select("add-on", popularity=kind, variant="as it is"), "rows")
             log_axes(axes)
-            finish(axes, f"add-on, {kind}", "rows", "µs a layer")
+            finish(axes, f"add-on, {kind}", "rows", "µs a projection")
         for kind, style in (("none", "--"), ("uniform", "-."), ("distinct", ":")):
             lines = recorder.select("decode rate", popularity=kind)
             curve(batches, lines, "rows", kind, color=COLOURS[kind])

@@ -60,4 +60,4 @@ def draw(recorder: Recorder) -> None:
                 each.bar(x, [line["median"] for line in lines], 0.2, color=COLOURS[kind], label=kind)
                 each.plot(x, [line["limit"] for line in lines], "k_", label="limit of the device" if i == 0 else None)
             each.set_xticks(range(len(names)), names, fontsize=7)
-            finish(each, f"{rows} rows", "rank", "µs a layer")
+            finish(each, f"{rows} rows", "rank", "µs a projection")

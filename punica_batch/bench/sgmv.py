@@ -23,7 +23,7 @@ COLOURS = {"sgmv": "#1f77b4", "gather-bmm": "#ff7f0e", "loop": "#d62728"}
 
 def run(options: BenchOptions) -> None:
     """A hidden x hidden projection of each of some layers, in one graph: for the baselines, too, the host's time does
-    not count. µs a layer."""
+    not count. µs a projection."""
     device, dtype = open_device(options.device), getattr(torch, options.dtype)
     rows = options.pick(full=[1, 2, 4, 8, 16, 32, 64, 128, 256], quick=[1, 8, 32, 64], tiny=[1, 4])
     layers = options.pick(full=64, quick=32, tiny=2)
@@ -67,4 +67,4 @@ def draw(recorder: Recorder) -> None:
                 curve(each, recorder.select("latency", provider=name, popularity=kind), "rows", name, color=colour)
             limit_curve(each, recorder.select("latency", provider="sgmv", popularity=kind), "rows")
             log_axes(each)
-            finish(each, kind, "rows", "µs a layer")
+            finish(each, kind, "rows", "µs a projection")

@@ -10,7 +10,7 @@ from functools import cache
 
 import pytest
 import torch
-from attention_cases import BLOCK, TOLERANCE, Case
+from attention_cases import BLOCK, Case
 from punica_batch_kernels.attention.types import AttentionShape
 from punica_batch_kernels.backend import Kernels, kernels_for
 
@@ -72,7 +72,7 @@ def test_graphs_of_few_key_heads_and_many_rows_have_room_to_split(heads: int, kv
     meta = replace(case.meta, capacity=case.k_cache.shape[0])
     plan = found.plan_attention(meta, BLOCK, window=None)
     got = found.paged_attention(case.q, case.k_cache, case.v_cache, meta, scale=0.1, window=None, plan=plan)
-    torch.testing.assert_close(got.double().cpu(), case.expected(0.1, None), **TOLERANCE[FP16])
+    torch.testing.assert_close(got.double().cpu(), case.expected(0.1, None), atol=4e-3, rtol=4e-3)
 
 
 @pytest.mark.parametrize("window", [None, 16])

@@ -91,7 +91,7 @@ def test_after_too_many_errors_the_advice_works(folder: Path) -> None:
     assert ended.code == 1, ended.stderr
     assert "template_failed" in ended.last_line
     assert "What is done is kept: rows that failed stay so." in ended.last_line
-    assert f"`punica-batch retry {job.out}` runs them and the rest" in ended.last_line
+    assert f"`punica-batch retry {job.out}` runs these rows and the rest" in ended.last_line
     retried = as_printed(job, ended.last_line)
     assert retried.code == 1, "of an unfinished output --max-errors holds for a retry, too"
     assert "--max-errors 5% of 60 rows allows 3" in retried.last_line
