@@ -22,7 +22,7 @@ from punica_batch.bench.popularity import LoadKind, popularity
 from punica_batch.bench.record import Recorder, Spread, percentile
 from punica_batch.bench.selection import Adapters, Selection
 from punica_batch.bench.serving import Rows, Served, serve, steps_to_prefill
-from punica_batch.bench.table import load_name, place
+from punica_batch.bench.table import place
 from punica_batch.bench.timeline import Timeline, decode_timeline, mixed_timeline
 from punica_batch.bench.workbench import Workbench, workbench
 from punica_batch.engine.engine import Engine
@@ -249,7 +249,11 @@ def draw(recorder: Recorder) -> None:
                 color="black",
                 label="limit, part after part",
             )
-            names = [f"{load_name(p)} {p['cap']} {p['adapters']} r{p['ranks']}" for p in parameters]
+            names = [
+                f"{p['load']} {p['cap']} {p['adapters']} r{p['ranks']}"
+                + (f"\n{p['weights']} weights" if "weights" in p else "")
+                for p in parameters
+            ]
             each.margins(y=0.2)  # for the legend
             each.set_xticks(range(len(chosen)), names, rotation=90, fontsize=6)
             finish(each, "", "load, batch cap, adapters, rank", unit)
