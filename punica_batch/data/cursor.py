@@ -54,15 +54,17 @@ def open_parquet(file: InputFile) -> pq.ParquetFile:
     except FileNotFoundError as error:
         raise InputError(f"{file.name} is gone: was it moved while the job was running?") from error
     except (pa.ArrowException, OSError) as error:
-        why = _why_csv(file) or _reason(error)
-        raise InputError(f"{file.name} is not a readable Parquet file: {why}") from error
+        why = _other_kind(file) or f"not a readable Parquet file: {_reason(error)}"
+        raise InputError(f"{file.name} is {why}") from error
 
 
-def _why_csv(file: InputFile) -> str | None:
-    """For a file that is CSV by its name."""
-    suffix = os.path.splitext(file.path.removesuffix(".gz"))[1]
-    options = _SEPARATORS.get(suffix.lower())
-    return None if options is None else f"CSV is not read: {how_to_convert(file, 'csv', options)}"
+def _other_kind(file: InputFile) -> str | None:
+    """What to do with a file that by its name is none of Parquet."""
+    suffix = os.path.splitext(file.path.removesuffix(".gz"))[1].lower()
+    if suffix == ".json":
+        return f"JSON, which is read of OpenAI Batch requests alone, called .jsonl: {how_to_convert(file, 'json')}"
+    options = _SEPARATORS.get(suffix)
+    return None if options is None else f"CSV, which is not read: {how_to_convert(file, 'csv', options)}"
 
 
 class Cursor:

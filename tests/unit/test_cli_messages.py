@@ -80,8 +80,13 @@ def test_a_longer_context_is_proposed_only_where_the_model_has_one(job: Path) ->
 @pytest.mark.parametrize(
     ("name", "text", "reason"),
     [
-        ("it's.csv", "prompt,lora_id\nhello,good\n", "CSV is not read"),
-        ("x.TSV", "prompt\tlora_id\nhello\tgood\n", "CSV is not read"),
+        ("it's.csv", "prompt,lora_id\nhello,good\n", "is CSV, which is not read"),
+        ("x.TSV", "prompt\tlora_id\nhello\tgood\n", "is CSV, which is not read"),
+        (
+            "x.json",
+            '{"prompt": "hello", "lora_id": "good"}\n',
+            "x.json is JSON, which is read of OpenAI Batch requests",
+        ),
         ("x.jsonl", '{"prompt": "hello", "lora_id": "good"}\n', "JSON lines are read as OpenAI Batch requests"),
     ],
 )
