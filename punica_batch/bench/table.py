@@ -15,8 +15,8 @@ from punica_batch.types import JsonDict
 
 # What tables and figures take of a line.
 _FIELDS = frozenset({
-    "schema_version", "bench", "what", "unit", "median", "p10", "p90", "limit", "headline", "parameters", "model_shape",
-    "dtype", "rank", "quick", "run", "device", "gpu", "driver", "note", "versions", "commit", "command",
+    "schema_version", "bench", "what", "unit", "median", "p10", "p90", "n", "limit", "headline", "parameters",
+    "model_shape", "dtype", "rank", "quick", "run", "device", "gpu", "driver", "note", "versions", "commit", "command",
 })  # fmt: skip
 # Lines that agree in these were measured alike: of those the latest run counts.
 _ALIKE = ("bench", "gpu", "model_shape", "dtype", "rank", "device")
@@ -49,13 +49,13 @@ def read_lines(results: Path) -> list[JsonDict]:
     lines = []
     for path in sorted(results.glob("*.jsonl")):
         try:
-            texts = path.read_text(encoding="utf-8").splitlines()
+            texts = path.read_text(encoding="utf-8-sig").split("\n")
         except (OSError, UnicodeError) as error:
             raise JobError(f"{path} cannot be read as text ({type(error).__name__}): move it away") from error
         for number, text in enumerate(texts, 1):
             try:
-                line = json.loads(text)
-            except ValueError as error:
+                line = json.loads(text or "null")
+            except (ValueError, RecursionError) as error:
                 raise JobError(f"{path}, line {number}: not whole, as after a kill: delete the line") from error
             if isinstance(line, dict) and line.keys() >= _FIELDS and line["schema_version"] == SCHEMA_VERSION:
                 lines.append(line)

@@ -12,12 +12,11 @@ last 64 KiB): nothing is read whole just to be named.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, count
 from typing import Any
 from urllib.parse import unquote
 
@@ -117,12 +116,15 @@ def read_error(file: InputFile, error: OSError) -> Exception:
 
 
 def how_to_convert(file: InputFile, kind: str, options: str = "") -> str:
-    """What to do with a file that pyarrow's ``kind`` ("csv", "json") reads; a command for a local one."""
+    """What to do with a file that pyarrow's ``kind`` ("csv", "json") reads; for a local one a command, which replaces
+    nothing that is there now."""
     if not is_local(file.store):
         return "convert it to Parquet"
-    source, target = json.dumps(file.path), json.dumps(f"{os.path.splitext(file.path.removesuffix('.gz'))[0]}.parquet")
-    read = f"r.read_{kind}({source}{options})"
-    code = f"import pyarrow.{kind} as r, pyarrow.parquet as p; p.write_table({read}, {target})"
+    stem = os.path.splitext(file.path.removesuffix(".gz"))[0]
+    names = (f"{stem}{'' if n == 1 else f'-{n}'}.parquet" for n in count(1))
+    target = next(name for name in names if not os.path.lexists(name))
+    read = f"r.read_{kind}({file.path!r}, read_options=r.ReadOptions(block_size=2**28){options})"
+    code = f"import pyarrow.{kind} as r, pyarrow.parquet as p; p.write_table({read}, {target!r})"
     return f"convert it to Parquet: {shlex.join(['python', '-c', code])}"
 
 

@@ -137,7 +137,7 @@ def _refuse_other_lines(file: InputFile, first: bytes) -> None:
         line: Any = json.loads(first.decode("utf-8-sig"))
     except (ValueError, RecursionError):
         return
-    if isinstance(line, dict) and line and not {"custom_id", "method", "url", "body"} & line.keys():
+    if isinstance(line, dict) and line and "custom_id" not in line and not isinstance(line.get("body"), dict):
         raise InputError(
             f"{file.name}: JSON lines are read as OpenAI Batch requests, and its first line has nothing of one "
             f"(custom_id, body); {how_to_convert(file, 'json')}"

@@ -55,6 +55,7 @@ class Engine:
             lora_store,
         )  # fmt: skip
         self._steps_ahead = steps_ahead
+        self._has_scheduled = False  # a batch, in the last turn
         self._under_way: deque[tuple[list[Sequence], PendingStep]] = deque()  # steps enqueued and not yet collected
         self._rows: dict[int, RowState] = {}
         self._results: list[RowResult] = []
@@ -82,8 +83,11 @@ class Engine:
     def step(self) -> list[RowResult]:
         """Enqueues a step of the batch. Answers the rows (all samples) that have been found to end since the last
         call: with ``steps_ahead``, those of the step before."""
-        self._fail_rows_of(self.lora_store.poll(rows_run=self._scheduler.num_running > 0))
-        batch = self._scheduler.schedule()
+        scheduler = self._scheduler
+        rows_run = self._has_scheduled or scheduler.num_running > 0  # all of a batch may end with its step
+        self._fail_rows_of(self.lora_store.poll(rows_run=rows_run, waited_for=scheduler.waited_for))
+        batch = scheduler.schedule()
+        self._has_scheduled = batch is not None
         if batch is not None:
             self._enqueue(batch)
         elif not self._under_way:

@@ -46,11 +46,15 @@ class Arena:
         """Whether ``nbytes`` beside all that others have reserved will be free once all that is being freed is. They
         need not be in one piece: ``allocate`` may still raise ``NoRoom``."""
         with self._lock:
-            others = sum(reserved for other, reserved in self._reserved.items() if other != name)
-            if nbytes + others > self._free.total + self._pending_bytes():
+            if nbytes + self._others(name) > self._free.total + self._pending_bytes():
                 return False
             self._reserved[name] = nbytes
             return True
+
+    def lack(self, name: str, nbytes: int) -> int:
+        """How many bytes more would have to be freed for ``reserve`` to answer yes; 0 and less for none."""
+        with self._lock:
+            return self._others(name) + nbytes - self._free.total - self._pending_bytes()
 
     def cancel(self, name: str) -> None:
         """What ``name`` has reserved, if anything, is free again."""
@@ -61,9 +65,10 @@ class Arena:
         """Where ``nbytes`` lie. Waits for what is being freed if need be; raises ``NoRoom`` if that is not enough."""
         while True:
             with self._lock:
-                self._reserved.pop(name, None)
                 self._collect()
                 start = self._free.take(nbytes)
+                if start is not None or not self._pending:
+                    self._reserved.pop(name, None)  # not before: others would take what is waited for
                 if start is not None:
                     return start
                 if not self._pending:
@@ -83,6 +88,9 @@ class Arena:
         """What is being freed included."""
         with self._lock:
             return self._free.total + self._pending_bytes()
+
+    def _others(self, name: str) -> int:
+        return sum(reserved for other, reserved in self._reserved.items() if other != name)
 
     def _pending_bytes(self) -> int:
         return sum(stop - start for _, start, stop in self._pending)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Container
 
 from punica_batch_kernels.sgmv.slot_table import SlotTables
 
@@ -25,12 +26,10 @@ class LoraSlots:
         self._slots: OrderedDict[str, int] = OrderedDict()  # least recently used first
         self._weights: dict[str, LoadedLora] = {}  # of _slots
         self._pins: Counter[str] = Counter()
-        self._awaited: set[str] = set()  # of _slots: asked for, and not pinned yet
-        self._fresh: set[str] = set()  # of _awaited: the scheduler has not had a turn with them yet
-        self._untried: set[str] = set()  # of _awaited: nor one that began with nothing running
+        self._fresh: set[str] = set()  # of _slots, not pinned yet: the scheduler has not had a turn with them
+        self._untried: set[str] = set()  # ... nor one that began with nothing running
         self._rows_run = False  # at the turn's beginning
-        self._left: set[str] = set()  # not pinned any more, since the last ``begin_turn``
-        self._resting: set[str] = set()  # since the one before: the scheduler may just be about to pin them again
+        self._waited_for: Container[str | None] = ()
 
     def __contains__(self, lora_id: str) -> bool:
         return lora_id in self._slots
@@ -63,37 +62,36 @@ class LoraSlots:
     def pin(self, lora_id: str) -> None:
         assert lora_id in self._slots
         self._pins[lora_id] += 1
-        self._awaited.discard(lora_id)
+        self._fresh.discard(lora_id)
+        self._untried.discard(lora_id)
 
     def unpin(self, lora_id: str) -> None:
         self._pins[lora_id] -= 1
         if not self._pins[lora_id]:
             del self._pins[lora_id]
-            self._left.add(lora_id)
             self.changes += 1
 
-    def begin_turn(self, *, rows_run: bool) -> None:
+    def begin_turn(self, *, rows_run: bool, waited_for: Container[str | None]) -> None:
         """The scheduler had its turn with all that is resident, and has the next after this."""
         self._fresh.clear()
         if not self._rows_run:
             self._untried.clear()
         elif not rows_run:
             self.changes += 1
-        self._resting, self._left = self._left, set()
-        self._rows_run = rows_run
+        self._rows_run, self._waited_for = rows_run, waited_for
 
-    def used(self, *, rested: bool = False) -> str | None:
-        """The least recently used adapter that rows ran on and none does now; with ``rested`` also none in the turn
-        before, as further rows of it may wait."""
-        keep = self._left | self._resting if rested else ()
-        return next((i for i in self._slots if i not in self._pins and i not in self._awaited and i not in keep), None)
+    def spare(self) -> list[str]:
+        """What no row runs on or waits for, the least recently used first."""
+        needed = (self._pins, self._waited_for, self._fresh)
+        return [i for i in self._slots if not any(i in each for each in needed)]
 
-    def awaited(self) -> str | None:
-        """The least recently used adapter that no row has run on yet, while nothing runs and after the scheduler could
-        have run it: adapters that exceed the room together would make way for each other, load after load."""
+    def stalled(self) -> list[str]:
+        """What rows only wait for, although nothing runs and the scheduler could have run them, the least recently
+        used first. While anything runs they stay: adapters that exceed the room together would make way for each
+        other, load after load."""
         if self.in_use:
-            return None
-        return next((i for i in self._slots if i in self._awaited and i not in self._untried), None)
+            return []
+        return [i for i in self._slots if i in self._waited_for and i not in self._untried]
 
     def fill(self, lora_id: str, loaded: LoadedLora) -> bool:
         """Puts an adapter into a free slot, else into that of the least recently used one that nothing runs on; False
@@ -107,7 +105,6 @@ class LoraSlots:
         loaded.install(self._model_lora, slot, self._tables)
         self._slots[lora_id] = slot
         self._weights[lora_id] = loaded
-        self._awaited.add(lora_id)
         self._fresh.add(lora_id)
         self._untried.add(lora_id)
         self.changes += 1
@@ -116,7 +113,6 @@ class LoraSlots:
     def evict(self, lora_id: str) -> None:
         """Takes an adapter that nothing runs on out of its slot, which is free then."""
         slot = self._slots.pop(lora_id)
-        self._awaited.discard(lora_id)
         self._fresh.discard(lora_id)
         self._untried.discard(lora_id)
         loaded = self._weights.pop(lora_id)
@@ -130,4 +126,4 @@ class LoraSlots:
         assert sorted([*self._slots.values(), *self._free]) == list(range(self._max_loras))
         assert set(self._pins) <= set(self._slots)
         assert set(self._weights) == set(self._slots)
-        assert self._awaited <= set(self._slots) - set(self._pins)
+        assert self._fresh | self._untried <= set(self._slots) - set(self._pins)

@@ -9,7 +9,7 @@ the one that the steps run on.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 
 import torch
 from punica_batch_kernels.sgmv.slot_table import SlotTables
@@ -61,7 +61,9 @@ class LoraStore:
         self._nbytes: dict[str, int] = {}  # of what has been loaded
         self._usual_nbytes = 0  # expected of others: as the last one
         self._short_of_memory = Counter[str]()
+        self._cramped: set[str] = set()  # of _requested: found no room in one piece, and have not been loaded since
         self._changes = 0  # of what could give room, beside the slots'
+        self._held_up = False  # an asked-for adapter found no room in this turn: nor do those after it
         self._stuck_at = dict[
             bool, tuple[int, int, int]
         ]()  # by "was asked for": the ``_state`` in which there was none
@@ -78,7 +80,8 @@ class LoraStore:
         self._requested[lora_id] = None
         if not self._is_started(lora_id):
             self._make_room()
-            self._start_requested()
+            if not self._held_up:
+                self._start_requested()
 
     def pin(self, lora_id: str) -> None:
         self._slots.pin(lora_id)
@@ -117,12 +120,12 @@ class LoraStore:
                 self._planned[lora_id] = None
         self._start_planned()
 
-    def poll(self, *, rows_run: bool = False) -> list[str]:
+    def poll(self, *, rows_run: bool = False, waited_for: Container[str | None] = ()) -> list[str]:
         """Once before each turn of the scheduler: puts what was asked for and has been loaded into slots.
-        ``rows_run``: whether any row does, those of the base model included. Answers the adapters found unusable since
-        the last call, which are now in ``failures``. Raises ``Interrupted`` (``StoreAway``) when a store cannot be
-        reached."""
-        self._slots.begin_turn(rows_run=rows_run)
+        ``rows_run``: whether any row does, those of the base model included; ``waited_for``: adapters that rows wait
+        for, as they are at any time until the next call. Answers the adapters found unusable since the last call, which
+        are now in ``failures``. Raises ``Interrupted`` (``StoreAway``) when a store cannot be reached."""
+        self._slots.begin_turn(rows_run=rows_run, waited_for=waited_for)
         while (ended := self._loads.take()) is not None:
             lora_id, outcome = ended
             self._changes += 1
@@ -179,12 +182,14 @@ class LoraStore:
 
     def _start_requested(self) -> None:
         """In order: a small adapter does not overtake a large one that waits for room."""
+        self._held_up = False
         for lora_id in self._requested:
             if not self._is_started(lora_id) and not self._start(lora_id):
+                self._held_up = True
                 return
 
     def _start_planned(self) -> None:
-        if not all(map(self._is_started, self._requested)):
+        if self._cramped or not all(map(self._is_started, self._requested)):
             return  # what is free, and what becomes so, is theirs
         started = len(self._loads) + len(self._loaded) - len(self._requested)
         while self._planned and started < self._read_ahead:
@@ -215,25 +220,33 @@ class LoraStore:
             return True
         if self._stuck_at.get(lora_id in self._requested) == self._state():
             return False
-        while not self._arena.reserve(lora_id, self._nbytes.get(lora_id, self._usual_nbytes)):
-            if not self._give_way(lora_id):
-                return False
-        return True
-
-    def _give_way(self, lora_id: str) -> bool:
-        """Frees another's bytes for an adapter: those of one that nothing runs on; for one that was asked for also what
-        was only read ahead, which is read again in its turn. Answers whether there was any."""
-        is_requested = lora_id in self._requested
-        if (used := self._slots.used(rested=not is_requested)) is not None:
-            self._slots.evict(used)
-        elif is_requested and (staged := self._staged()):
-            self._drop(staged[-1])
-            self._planned = {staged[-1]: None, **self._planned}
-        elif is_requested and (awaited := self._slots.awaited()) is not None:
-            self._slots.evict(awaited)
-        else:
+        nbytes = self._nbytes.get(lora_id, self._usual_nbytes)
+        if self._arena.reserve(lora_id, nbytes):
+            return True
+        others = self._can_go(lora_id)
+        if self._arena.lack(lora_id, nbytes) > sum(self._nbytes[other] for other in others):
             return False
-        return True
+        for other in others:
+            self._give_way(other)
+            if self._arena.reserve(lora_id, nbytes):
+                return True
+        return False
+
+    def _can_go(self, lora_id: str) -> list[str]:
+        """Whose bytes an adapter may have, in this order: those of what no row needs; if rows wait for it, also of what
+        was only read ahead, and of what does not run although nothing else does."""
+        spare = self._slots.spare()
+        if lora_id not in self._requested:
+            return spare
+        return [*spare, *self._staged()[::-1], *self._slots.stalled()]
+
+    def _give_way(self, lora_id: str) -> None:
+        """What was read ahead is read again in its turn."""
+        if lora_id in self._loaded:
+            self._drop(lora_id)
+            self._planned = {lora_id: None, **self._planned}
+        else:
+            self._slots.evict(lora_id)
 
     def _try_again(self, lora_id: str, nbytes: int) -> None:
         """After a load that ended for lack of room: others give way if they can, and it is due again."""
@@ -244,7 +257,11 @@ class LoraStore:
             self._planned = {lora_id: None, **self._planned}
         # what was in its way may be gone by now: what rows wait for waits only where something is left that can go
         is_requested = lora_id in self._requested
-        if not self._give_way(lora_id) and (not is_requested or len(self._loads) or self._slots.in_use):
+        if is_requested:
+            self._cramped.add(lora_id)
+        if others := self._can_go(lora_id):
+            self._give_way(others[0])
+        elif not is_requested or len(self._loads) or self._slots.in_use:
             self._stuck_at[is_requested] = self._state()
 
     def _state(self) -> tuple[int, int, int]:
@@ -263,6 +280,7 @@ class LoraStore:
             outcome.release(was_installed=False)
             return AdapterError(f"adapter {lora_id!r}: its files have changed since its first rows ran")
         del self._short_of_memory[lora_id]
+        self._cramped.discard(lora_id)
         self._nbytes[lora_id] = self._usual_nbytes = outcome.nbytes
         self._loaded[lora_id] = outcome
         return None
@@ -270,5 +288,6 @@ class LoraStore:
     def _fail(self, lora_id: str, error: BaseException) -> None:
         """Its rows end, and it is not tried again."""
         self._requested.pop(lora_id, None)
+        self._cramped.discard(lora_id)
         self.failures[lora_id] = row_error(lora_id, error)
         self._newly_failed.append(lora_id)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter
+from collections.abc import KeysView
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Protocol
@@ -102,6 +103,11 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
+
+    @property
+    def waited_for(self) -> KeysView[str | None]:
+        """The adapters that any sequence waits for (None: the base model), as they are at any time."""
+        return self._waiting.adapters
 
     @property
     def running(self) -> list[Sequence]:

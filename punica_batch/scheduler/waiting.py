@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, KeysView
 
 from punica_batch.scheduler.sequence import Sequence
 
@@ -23,6 +23,11 @@ class WaitingQueue:
         """All of them, adapter by adapter."""
         for queue in self._queues.values():
             yield from queue
+
+    @property
+    def adapters(self) -> KeysView[str | None]:
+        """Those that any wait for, as they are at any time."""
+        return self._queues.keys()
 
     def add(self, sequence: Sequence) -> None:
         """New ones go to the end, a preempted one to the front of its adapter's: its rows start in order and the

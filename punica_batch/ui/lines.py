@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import textwrap
 from typing import IO
+
+_COMMANDS = re.compile(r"`[^`]*`|python -c .*$", re.DOTALL)
+_HELD = "\0"  # in place of a space at which no line may end
 
 
 def write_line(line: str, file: IO[str]) -> None:
@@ -13,10 +17,13 @@ def write_line(line: str, file: IO[str]) -> None:
 
 
 def folded(line: str, width: int | None) -> str:
-    """In lines of ``width`` columns, None: as it is. Words longer than that, such as paths, stay whole."""
+    """In lines of ``width`` columns, None: as it is. Words longer than that, such as paths, stay whole, and so do
+    commands, to be copied: what stands between backticks, or is Python code at the end."""
     if width is None or len(line) <= width:
         return line
-    return textwrap.fill(line, max(width, 1), break_long_words=False, break_on_hyphens=False)
+    whole = _COMMANDS.sub(lambda command: command[0].replace(" ", _HELD), line)
+    folded = textwrap.fill(whole, max(width, 1), break_long_words=False, break_on_hyphens=False)
+    return folded.replace(_HELD, " ")
 
 
 def terminal_width(file: IO[str]) -> int | None:

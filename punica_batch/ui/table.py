@@ -19,6 +19,7 @@ from punica_batch.config import JobConfig
 from punica_batch.types import JsonDict
 
 LOG_WIDTH = 100  # off a terminal
+_WIDEST = 2000  # characters that a line's head or tail can have room for: measuring megabytes takes seconds
 _ROW = " row"  # the row's number among the columns; no input column is likely to have that name
 
 
@@ -114,7 +115,9 @@ class _Cut:
     """Lines that lose their middle where they are too long: prompts and answers often part at the end alone."""
 
     def __init__(self, text: str, style: str = "") -> None:
-        self._lines = text.split("\n")
+        self._lines = [
+            line if len(line) <= 2 * _WIDEST else line[:_WIDEST] + line[-_WIDEST:] for line in text.split("\n")
+        ]
         self._style = style
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:

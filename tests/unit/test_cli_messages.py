@@ -80,7 +80,7 @@ def test_a_longer_context_is_proposed_only_where_the_model_has_one(job: Path) ->
 @pytest.mark.parametrize(
     ("name", "text", "reason"),
     [
-        ("it's.csv", "prompt,lora_id\nhello,good\n", "is CSV, which is not read"),
+        ("it's 😀.csv", "prompt,lora_id\nhello,good\n", "is CSV, which is not read"),
         ("x.TSV", "prompt\tlora_id\nhello\tgood\n", "is CSV, which is not read"),
         (
             "x.json",
@@ -99,9 +99,11 @@ def test_files_of_other_kinds_are_refused_with_the_command_that_converts_them(
     assert reason in err
     assert "convert it to Parquet: python -c " in err
     _, option, code = shlex.split(err[err.index("python -c") :])
+    target = (job.parent / name).with_suffix(".parquet")
     subprocess.run([sys.executable, option, code], check=True)
-    converted = pq.read_table((job.parent / name).with_suffix(".parquet"))
-    assert converted.to_pylist() == [{"prompt": "hello", "lora_id": "good"}]
+    assert pq.read_table(target).to_pylist() == [{"prompt": "hello", "lora_id": "good"}]
+    assert cli.execute(["validate", str(job.parent / name)]) == 4
+    assert "-2.parquet" in capsys.readouterr().err, "nothing that is there is replaced"
 
 
 def test_no_adapters_names_every_way_to_name_some(

@@ -128,7 +128,7 @@ class Slots:
             del self._loading[lora_id]
             self._loaded.append(lora_id)
 
-    def poll(self, *, rows_run: bool = False) -> list[str]:
+    def poll(self, *, rows_run: bool = False, waited_for: Any = ()) -> list[str]:
         failed = []
         for lora_id in list(self._loaded):
             if lora_id == "bad" or (lora_id == "once" and self._loads[lora_id]):

@@ -82,3 +82,19 @@ def test_what_is_reserved_is_kept_until_its_name_allocates() -> None:
     assert not arena.reserve("e", 1)
     arena.cancel("d")
     assert arena.reserve("c", 40)
+
+
+def test_what_is_reserved_is_kept_while_its_name_waits_for_what_is_being_freed() -> None:
+    arena = Arena(100)
+    started = []
+
+    class Watched(Step):
+        def synchronize(self) -> None:
+            started.append(arena.reserve("small", 1))  # as another thread may meanwhile
+            super().synchronize()
+
+    first = arena.allocate(60, "x")
+    arena.free(first, 60, Watched())
+    assert arena.reserve("big", 100)
+    assert arena.allocate(100, "big") == 0
+    assert started == [False]

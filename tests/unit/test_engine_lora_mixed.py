@@ -76,14 +76,14 @@ class Adapters:
 
 def run(
     adapters: Adapters, rows: Sequence[str | None], slots: int, threads: int = 2, ahead: int = 1, max_num_seqs: int = 8,
-    tokens: Mapping[str | None, int] | None = None, step: float = 0.0,
+    tokens: Mapping[str | None, int] | None = None, step: float = 0.0, age_bound: int = 256,
 ) -> dict[int, RowResult]:  # fmt: skip
     """``rows``: their adapters; ``tokens``: of a row's answer, by adapter, 5 if none is named; ``step``: seconds that a
     step takes, of 1 ms at most that a load does."""
     settings = EngineSettings(
         model="model", num_blocks=64, block_size=4, max_num_seqs=max_num_seqs, max_num_batched_tokens=32,
         max_model_len=40,
-        max_loras=slots, adapters={name: AdapterSpec(name, f"/{name}") for name in adapters.sizes},
+        max_loras=slots, age_bound=age_bound, adapters={name: AdapterSpec(name, f"/{name}") for name in adapters.sizes},
     )  # fmt: skip
     store: Any = LoraStore(
         ModelLora([], LoraGroup(1, (0, 1), [None] * slots), [None] * slots), adapters.load,
@@ -174,6 +174,24 @@ def test_what_is_read_ahead_and_finds_no_room_in_one_piece_waits_for_a_change() 
     adapters = Adapters({"u": 2, "x": 3, "s": 3, "p": 3}, room=10)
     run(adapters, ["u", *[None] * 8, "x", "s", "p"], slots=1, threads=1, max_num_seqs=4, tokens={None: 30}, step=0.001)
     assert adapters.loads.total() <= 12
+
+
+@pytest.mark.parametrize("seed", [12, 61, 168])
+def test_small_ones_are_not_read_ahead_into_the_middle_of_what_a_large_one_needs(seed: int) -> None:
+    """Again and again (45,192 loads in 30 s)."""
+    chance = random.Random(seed)
+    adapters = Adapters({f"a{i}": chance.choice([1, 1, 5, 13, 20]) for i in range(5)}, room=30)
+    rows = [chance.choice([*adapters.sizes]) for _ in range(25)]
+    run(adapters, rows, 1, 1, chance.choice([0, 1]), max_num_seqs=4, step=0.0005, age_bound=0)
+    assert adapters.loads.total() <= 3 * len(rows)
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_rows_of_one_adapter_that_end_together_are_not_interrupted_by_another(ahead: int) -> None:
+    """(101 loads.)"""
+    adapters = Adapters({"a": 10, "b": 10}, room=15)
+    run(adapters, ["a"] * 200 + ["b"] * 200, slots=2, ahead=ahead, max_num_seqs=4, tokens={"a": 1, "b": 1}, step=0.001)
+    assert adapters.loads.total() <= 6
 
 
 @pytest.mark.parametrize("max_loras", [1, 4, 64])

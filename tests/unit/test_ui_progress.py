@@ -220,6 +220,16 @@ def test_a_note_above_the_screen_breaks_between_words(width: int, monkeypatch: p
     assert folded(note, None) == note
 
 
+@pytest.mark.parametrize("width", [20, 60, 80, 100, 110, 132])
+def test_commands_stay_in_one_line_when_lines_are_folded(width: int) -> None:
+    commands = ["`punica-batch retry my own rows.parquet`", "python -c 'import pyarrow.csv as r; print(1, 2, 3)'"]
+    line = f"five of all the rows have failed, and so {commands[0]} runs those again; or convert it: {commands[1]}"
+    lines = folded(line, width).splitlines()
+    assert len(lines) > 1
+    assert all(any(command in each for each in lines) for command in commands)
+    assert " ".join(lines) == line
+
+
 def test_lines_are_folded_on_a_terminal_only() -> None:
     line = "punica-batch: stopped by SIGINT with 1,234 of 3,072 rows done; " * 3
     reader, writer = os.openpty()
