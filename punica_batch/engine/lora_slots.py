@@ -94,13 +94,14 @@ class LoraSlots:
         return [i for i in self._slots if i in self._waited_for and i not in self._untried]
 
     def fill(self, lora_id: str, loaded: LoadedLora) -> bool:
-        """Puts an adapter into a free slot, else into that of the least recently used one that nothing runs on; False
-        if there is neither. The scheduler asks for no more than there are slots: what it still awaits has its own."""
+        """Puts an adapter into a free slot, else into that of the least recently used one that no row needs, else that
+        nothing runs on; False if there is none. The scheduler asks for no more than there are slots: what it has just
+        asked for has its own."""
         if not self._free:
-            other = next((i for i in self._slots if i not in self._pins and i not in self._fresh), None)
-            if other is None:
+            others = self.spare() or [i for i in self._slots if i not in self._pins and i not in self._fresh]
+            if not others:
                 return False
-            self.evict(other)
+            self.evict(others[0])
         slot = self._free.pop()
         loaded.install(self._model_lora, slot, self._tables)
         self._slots[lora_id] = slot

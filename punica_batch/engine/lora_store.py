@@ -64,9 +64,8 @@ class LoraStore:
         self._cramped: set[str] = set()  # of _requested: found no room in one piece, and have not been loaded since
         self._changes = 0  # of what could give room, beside the slots'
         self._held_up = False  # an asked-for adapter found no room in this turn: nor do those after it
-        self._stuck_at = dict[
-            bool, tuple[int, int, int]
-        ]()  # by "was asked for": the ``_state`` in which there was none
+        # by whether rows wait for what was to be loaded: the ``_state`` in which there was none
+        self._stuck_at: dict[bool, tuple[int, int, int]] = {}
 
     # -- the scheduler's questions (AdapterSlots) --
 
