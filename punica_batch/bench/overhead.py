@@ -60,11 +60,14 @@ def _measure_rank(
         cap=cap, longest=_PROMPT + new, adapters=bench.specs("adapter", cap, rank), distinct=cap, max_rank=rank
     )
     try:
-        skipped = 0
+        skipped = too_large = 0
         for batch in sizes.batches:
             plain = None
             for adapters in ADAPTERS:
-                if budget.is_spent or (adapters == "distinct" and batch > engine.settings.max_loras):
+                if adapters == "distinct" and batch > engine.settings.max_loras:
+                    too_large += 1
+                    continue
+                if budget.is_spent:
                     skipped += 1
                     continue
                 rows = _rows(bench, adapters, batch, new)
@@ -76,6 +79,7 @@ def _measure_rank(
                 else:
                     recorder.write("overhead", "%", 100 * (spread.median / plain.median - 1), **about)
         recorder.skipped(skipped)
+        recorder.skipped(too_large, "an adapter for each row takes more memory than adapters get")
     finally:
         engine.close()
 

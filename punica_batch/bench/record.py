@@ -145,10 +145,10 @@ class Recorder:
                 yield point
         self.skipped(left_out)
 
-    def skipped(self, points: int) -> None:
-        """Says that ``points`` were left out when the time was up."""
+    def skipped(self, points: int, why: str = "the time is up") -> None:
+        """Says that ``points`` were left out, if any, and why."""
         if points:
-            print(f"{self.name}: {points} points left out: the time is up", file=sys.stderr, flush=True)
+            print(f"{self.name}: {points} points left out: {why}", file=sys.stderr, flush=True)
 
     def select(self, what: str, **parameters: Any) -> list[JsonDict]:
         """This run's lines of that kind with those parameters, in the order of their writing."""
