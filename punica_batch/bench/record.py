@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import torch
 
@@ -127,8 +127,9 @@ class Recorder:
         path = lines_path(self.name, self.options)
         try:
             with path.open("ab+") as file:
-                torn = file.tell() > 0 and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n"  # by a kill
-                file.write(b"\n" * torn + json.dumps(line).encode() + b"\n")
+                if file.tell() and not _ends_line(file):  # torn by a kill
+                    file.write(b"\n")
+                file.write(json.dumps(line).encode() + b"\n")
         except OSError as error:
             raise JobError(f"{path}: {error.strerror}: choose another folder by --results") from error
         self.lines.append(line)
@@ -218,6 +219,11 @@ def _driver() -> str | None:
         return str(pynvml.nvmlSystemGetDriverVersion())
     except pynvml.NVMLError:
         return None
+
+
+def _ends_line(file: IO[bytes]) -> bool:
+    file.seek(-1, os.SEEK_END)
+    return file.read(1) == b"\n"
 
 
 def _rounded(value: float) -> float:

@@ -93,7 +93,7 @@ def _grid(lines: Sequence[JsonDict]) -> str:
     cells: dict[tuple[int, str, int, tuple[int, ...], str], dict[str, str]] = {}
     for line in lines:
         about = line["parameters"]
-        row = (LOADS.index(about["load"]), load_name(about), about["cap"], _ranks(about), line["unit"])
+        row = (LOADS.index(about["load"]), _load_name(about), about["cap"], _ranks(about), line["unit"])
         share = 100 * line["median"] / line["limit"]
         cells.setdefault(row, {})[about["adapters"]] = (
             f"{_number(line['median'])} ({share:.0f} %) {runs[_source(line)]}"
@@ -112,7 +112,7 @@ def _letters() -> Iterator[str]:
     return ("".join(letters) for length in count(1) for letters in product(ascii_lowercase, repeat=length))
 
 
-def load_name(about: JsonDict) -> str:
+def _load_name(about: JsonDict) -> str:
     """By a line's parameters: the load, and the values of the model's weights where they are not the default."""
     return f"{about['load']}, {about['weights']} weights" if "weights" in about else str(about["load"])
 
@@ -121,7 +121,7 @@ def place(line: JsonDict) -> tuple[int, str, int, tuple[int, ...], int]:
     """Of a figure of the engine's among others."""
     about = line["parameters"]
     load, adapters = LOADS.index(about["load"]), ADAPTERS.index(about["adapters"])
-    return load, load_name(about), about["cap"], _ranks(about), adapters
+    return load, _load_name(about), about["cap"], _ranks(about), adapters
 
 
 def _ranks(about: JsonDict) -> tuple[int, ...]:

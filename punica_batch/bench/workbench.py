@@ -56,8 +56,7 @@ class Workbench:
         return self.bytes_of_rank(self.ranks[number % FOLDERS % len(self.ranks)])
 
     def bytes_of_rank(self, rank: int) -> int:
-        modules = [size for name, size in self.config.lora_modules().items() if ".layers." in name]
-        return rank * sum(out + into for out, into in modules) * DTYPE_BYTES[self.dtype]
+        return self.config.lora_parameters(rank, layers_only=True) * DTYPE_BYTES[self.dtype]
 
     def step_tokens(self, cap: int) -> int:
         """Tokens of a step at most, as in a job that does not say how many."""
@@ -117,8 +116,8 @@ def workbench(
     """For engines of up to ``max_cap`` rows at a time. Weights are made once and last as long as the block; so do the
     adapter files, which lie in memory where there is room (``/dev/shm``), as a page cache would hold them."""
     config = ModelConfig.from_dict(SHAPES[shape], where=f"shape {shape}")
-    parameters = sum(out + into for name, (out, into) in config.lora_modules().items() if ".layers." in name)
-    size = sum(ranks[i % len(ranks)] * parameters * DTYPE_BYTES[dtype] for i in range(FOLDERS))
+    all_ranks = sum(ranks[i % len(ranks)] for i in range(FOLDERS))
+    size = config.lora_parameters(all_ranks, layers_only=True) * DTYPE_BYTES[dtype]
     with tempfile.TemporaryDirectory(dir=memory_folder(size)) as root:
         settings = EngineSettings(
             model="random", dtype=dtype, kv_cache_dtype=dtype, device=str(device), num_blocks=1, max_model_len=1,

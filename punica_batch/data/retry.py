@@ -7,8 +7,8 @@
     retry.apply()                  each part with retried rows is replaced by one rename or put; _SUCCESS is renewed
 
 The retry has a journal of its own, so it can be interrupted and continued; with ``--on-error raise`` the row that
-stopped it runs anew. A finished output is retried whole; of an
-unfinished one only this shard's committed parts are (its other error rows run with the rest, see ``forget_errors``).
+stopped it runs anew. A finished output is retried whole; of an unfinished one only this shard's committed parts are
+(its other error rows run with the rest, see ``forget_errors``).
 """
 
 from __future__ import annotations

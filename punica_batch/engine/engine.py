@@ -55,7 +55,7 @@ class Engine:
             lora_store,
         )  # fmt: skip
         self._steps_ahead = steps_ahead
-        self._has_scheduled = False  # a batch, in the last turn
+        self._has_scheduled = False  # a batch, in the last turn: all of it may have ended with its step
         self._under_way: deque[tuple[list[Sequence], PendingStep]] = deque()  # steps enqueued and not yet collected
         self._rows: dict[int, RowState] = {}
         self._results: list[RowResult] = []
@@ -83,10 +83,9 @@ class Engine:
     def step(self) -> list[RowResult]:
         """Enqueues a step of the batch. Answers the rows (all samples) that have been found to end since the last
         call: with ``steps_ahead``, those of the step before."""
-        scheduler = self._scheduler
-        rows_run = self._has_scheduled or scheduler.num_running > 0  # all of a batch may end with its step
-        self._fail_rows_of(self.lora_store.poll(rows_run=rows_run, waited_for=scheduler.waited_for))
-        batch = scheduler.schedule()
+        waited_for = self._scheduler.waited_for
+        self._fail_rows_of(self.lora_store.poll(rows_run=self._has_scheduled, waited_for=waited_for))
+        batch = self._scheduler.schedule()
         self._has_scheduled = batch is not None
         if batch is not None:
             self._enqueue(batch)

@@ -137,7 +137,7 @@ def _settings(
     max_num_seqs = config.max_num_seqs or min(MAX_BATCH, batched_tokens)
     total, weights = int(_memory_bytes(device) * config.gpu_memory_utilization), model.weight_bytes(dtypes.model)
     rank = config.max_lora_rank or DEFAULT_MAX_LORA_RANK
-    largest = rank * sum(map(sum, model.lora_modules().values())) * DTYPE_BYTES[dtypes.model]
+    largest = model.lora_parameters(rank) * DTYPE_BYTES[dtypes.model]
     adapter_bytes = min(max(0, total - weights) // ADAPTER_SHARE, num_adapters * largest)
     memory = memory_plan(
         total_bytes=total - adapter_bytes,

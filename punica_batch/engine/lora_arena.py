@@ -69,10 +69,9 @@ class Arena:
                 start = self._free.take(nbytes)
                 if start is not None or not self._pending:
                     self._reserved.pop(name, None)  # not before: others would take what is waited for
-                if start is not None:
+                    if start is None:
+                        raise NoRoom(nbytes)
                     return start
-                if not self._pending:
-                    raise NoRoom(nbytes)
                 event = self._pending[0][0]
             event.synchronize()
 

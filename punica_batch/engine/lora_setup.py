@@ -75,9 +75,8 @@ def adapter_bytes(settings: EngineSettings, config: ModelConfig, dtype: torch.dt
     without it as if the slots' and those read ahead, no more than all of the job, had ``max_lora_rank`` in every
     module."""
     adapters = min(settings.max_loras + read_ahead, len(settings.adapters))
-    shapes = config.lora_modules().values()
     nbytes = settings.max_lora_bytes
     if nbytes is None:
-        nbytes = adapters * settings.max_lora_rank * sum(out + inner for out, inner in shapes) * dtype.itemsize
-    gaps = adapters * 2 * len(shapes) * ALIGN * dtype.itemsize  # each matrix begins at a multiple
+        nbytes = adapters * config.lora_parameters(settings.max_lora_rank) * dtype.itemsize
+    gaps = adapters * 2 * len(config.lora_modules()) * ALIGN * dtype.itemsize  # each matrix begins at a multiple
     return -(-(nbytes + gaps) // ALIGN) * ALIGN

@@ -32,8 +32,8 @@ class LoraStore:
     ``RowError`` (that adapter's rows fail), ``NoRoom`` (tried again once others have gone) or ``Interrupted`` (nobody's
     rows: ``poll`` raises it). At most ``read_ahead`` adapters that no one has asked for yet are loading or staged.
 
-    ``tables``: of ``LoraSlots``. ``arena``: bytes that ``load`` takes from, under the adapter's name; adapters that
-    nothing runs on go, the least recently used first, when a load needs room there.
+    ``tables``: of ``LoraSlots``. ``arena``: bytes that ``load`` takes from, under the adapter's name; adapters that no
+    row needs go, the least recently used first, when a load needs room there.
     """
 
     def __init__(
@@ -252,12 +252,12 @@ class LoraStore:
         if self._arena is not None:
             self._arena.cancel(lora_id)
         self._nbytes[lora_id] = nbytes
-        if lora_id not in self._requested:
-            self._planned = {lora_id: None, **self._planned}
-        # what was in its way may be gone by now: what rows wait for waits only where something is left that can go
         is_requested = lora_id in self._requested
         if is_requested:
             self._cramped.add(lora_id)
+        else:
+            self._planned = {lora_id: None, **self._planned}
+        # what was in its way may be gone by now: what rows wait for waits only where something is left that can go
         if others := self._can_go(lora_id):
             self._give_way(others[0])
         elif not is_requested or len(self._loads) or self._slots.in_use:

@@ -106,6 +106,8 @@ def finish_output(
     if loops:
         run = _last_snapshot(loops, success)
         progress.update(run)
+    of_loops = (line for loop in loops for line in loop.warnings)
+    warnings = (*column_warnings(job), *of_loops, *_shard_warnings(state), *_length_warnings(success))
     return JobSummary(
         output=state.base.shown,
         rows=success.rows,
@@ -119,16 +121,7 @@ def finish_output(
         tokens_per_s=run.tokens_per_s,
         rows_run=sum(loop.rows for loop in loops),
         already_complete=not loops,
-        warnings=tuple(
-            dict.fromkeys(
-                [
-                    *column_warnings(job),
-                    *(line for loop in loops for line in loop.warnings),
-                    *_shard_warnings(state),
-                    *_length_warnings(success),
-                ]
-            )
-        ),
+        warnings=tuple(dict.fromkeys(warnings)),  # each once
     )
 
 

@@ -119,6 +119,11 @@ class ModelConfig:
             }
         return modules | {"lm_head": (self.vocab_size, h)}
 
+    def lora_parameters(self, rank: int, *, layers_only: bool = False) -> int:
+        """Of an adapter of ``rank`` in every module, or in those of the layers alone."""
+        modules = self.lora_modules().items()
+        return rank * sum(out + into for name, (out, into) in modules if not layers_only or ".layers." in name)
+
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor that the checkpoint must hold, by its Hugging Face name; no lm_head where it is tied."""
         h = self.hidden_size

@@ -63,9 +63,12 @@ def adapter_sizes(job: OpenedJob, found: Preflight, dtype: Dtype, room: int) -> 
     others = 0 if found.use.exact else len(job.registry.names()) - len(sizes) - len(found.errors)
     if others <= 0:
         return sizes
-    linear = sum(sum(shape) for name, shape in job.model.lora_modules().items() if ".layers." in name)
-    usual = sum(sizes) // len(sizes) if sizes else _USUAL_RANK * linear * DTYPE_BYTES[dtype]
-    largest = (job.config.max_lora_rank or DEFAULT_MAX_LORA_RANK) * linear * DTYPE_BYTES[dtype]
+
+    def of_rank(rank: int) -> int:
+        return job.model.lora_parameters(rank, layers_only=True) * DTYPE_BYTES[dtype]
+
+    usual = sum(sizes) // len(sizes) if sizes else of_rank(_USUAL_RANK)
+    largest = of_rank(job.config.max_lora_rank or DEFAULT_MAX_LORA_RANK)
     return [*sizes, *[usual] * (others - 1), max(usual, min(largest, room // ADAPTER_SHARE))]
 
 
