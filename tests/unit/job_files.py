@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 from adapter_files import HIDDEN, INTERMEDIATE, LAYERS, write_adapter
 from text_helpers import BYTE_LEVEL_CONFIG, byte_level, save
+
+from punica_batch import cli
+from punica_batch.config_sources import load_config
 
 CONTEXT = 64
 
@@ -61,3 +65,22 @@ def write_job(folder: Path) -> Path:
     prompts[0], prompts[7], prompts[99] = "hello there", None, "unknown"
     (folder / "punica-batch.toml").write_text('model = "model"\nadapters = "adapters"\nmax_tokens = 8\n')
     return write_rows(folder / "rows.parquet", lora_ids, prompts)
+
+
+def config_of(job: Path, **flags: Any) -> Any:
+    return load_config([str(job)], {"device": "cpu", **flags}, environ={})
+
+
+def run_json(arguments: list[str], capsys: pytest.CaptureFixture[str], code: int = 0) -> Any:
+    assert cli.execute([*arguments, "--json"]) == code, capsys.readouterr().err
+    return json.loads(capsys.readouterr().out)
+
+
+def write_both(job: Path) -> Path:
+    """Twenty rows with a prompt and messages."""
+    talk = pa.array(
+        [[{"role": "user", "content": "hi"}]] * 20, pa.list_(pa.struct({"role": pa.string(), "content": pa.string()}))
+    )
+    table = pa.table({"prompt": ["said"] * 20, "messages": talk, "lora_id": ["good"] * 20})
+    pq.write_table(table, job.parent / "both.parquet")
+    return job.parent / "both.parquet"

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from job_files import CONTEXT, stay_in, write_job, write_rows
-from test_cli_plan import config_of, write_both
+from job_files import CONTEXT, config_of, stay_in, write_both, write_job, write_rows
 
 from punica_batch import cli
 from punica_batch.errors import ValidationError

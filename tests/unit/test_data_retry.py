@@ -9,10 +9,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from data_job import mended, no_fsync, retry  # noqa: F401 - a fixture
+from data_job import mended, no_fsync, opened, retry, update  # noqa: F401 - a fixture
+from output_files import files_of
 from test_data_crash import KILLED, Server
 from test_data_source import every_type, numbered, write
-from test_data_state import files_of, opened, update
 
 from punica_batch.config import JobConfig
 from punica_batch.data.finish import read_success
